@@ -1,0 +1,267 @@
+"""The typed schema of every configuration group, the checks across groups, and the identity of a cell.
+
+A *cell* is one point of a matrix: model x hardware x parallelism x training options. Everything here is plain data:
+no torch, no transformers, so that ``ndbench show`` starts fast and works on a laptop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from ndbench.parallel.config import ParallelismConfig
+
+
+@dataclass
+class ModelConfig:
+    """Shape of a causal language model, in transformers' names; ``hf`` holds further keys of its config class."""
+
+    name: str = "llama_tiny"
+    model_type: str | None = "llama"
+    """transformers' model type (``llama``, ``qwen3``, ``mistral``, ...)."""
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_hidden_layers: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    """Width of one head; null means hidden_size / num_attention_heads."""
+    sliding_window: int | None = None
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 131072
+    initializer_range: float = 0.02
+    """Standard deviation of the initial weights."""
+    hf: dict[str, Any] = field(default_factory=dict)
+    path: str | None = None
+    """A local Hugging Face folder; its config.json then gives the shape."""
+    target: str | None = None
+    """``package.module:callable`` or a dotted path to one that returns an nn.Module (logits or an output with
+    ``.logits`` from ``input_ids``)."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ``target``."""
+    tp_plan: dict[str, str] | None = None
+    """The user's own tensor-parallel plan: module name pattern (``layers.*.q_proj``) -> style (``colwise``, ...)."""
+    blocks: str | None = None
+    """Module path of the list of transformer blocks for a ``target`` model (``model.layers``)."""
+
+
+@dataclass
+class HardwareConfig:
+    """A machine: what one device can do, and how many there are."""
+
+    name: str = "cpu"
+    device: str = "cpu"
+    """``cpu`` or ``cuda`` (ROCm builds of torch answer to ``cuda`` too)."""
+    match: str | None = None
+    """Regular expression on the device's name by which ``hardware=auto`` finds this file."""
+    device_count: int | None = None
+    """Devices on this machine (CPU: how many gloo ranks); null means what is visible."""
+    gpus_per_node: int | None = None
+    memory_bytes: int | None = None
+    """Memory of one device."""
+    peak_flops: dict[str, float] = field(default_factory=dict)
+    """Dense peak FLOP/s by dtype (fp32, tf32, bf16, fp16, fp8), from the vendor's datasheet."""
+    memory_bandwidth: float | None = None
+    """Bytes/s of device memory, from the datasheet."""
+    link_bandwidth: float | None = None
+    """Bytes/s a direction between two devices of a node, from the datasheet."""
+    source: str | None = None
+    """Where the figures come from."""
+
+
+@dataclass
+class TrainingConfig:
+    steps: int = 12
+    """Optimizer steps of a repeat, warm-up included."""
+    global_batch_size: int = 16
+    """Sequences of one optimizer step, over all ranks and micro-steps."""
+    micro_batch_size: int | None = None
+    """Sequences of one forward pass on one batch rank; null means no accumulation."""
+    sequence_length: int = 128
+    """Tokens of one sequence (before the shift by one that makes labels)."""
+    precision: str = "fp32"
+    """``fp32``, ``bf16`` (bf16 compute, fp32 parameters and gradient reduction) or ``fp8``."""
+    optimizer: str = "adamw"
+    """``adamw`` or ``sgd``."""
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    momentum: float = 0.0
+    max_grad_norm: float | None = 1.0
+    """Clip the global gradient norm to this; null leaves it alone (the norm is measured either way)."""
+    activation_checkpointing: str = "none"
+    """``none``, ``full`` or ``selective``."""
+    compile: bool = False
+    """torch.compile each transformer block."""
+    loss_chunk_size: int | None = None
+    """Tokens of one chunk of the cross-entropy; null computes all logits at once."""
+    seed: int = 0
+    deterministic: bool = True
+
+
+@dataclass
+class DataConfig:
+    name: str = "markov"
+    """``markov``, ``source`` or ``text``."""
+    files: list[str] = field(default_factory=list)
+    tokenizer: str | None = None
+    valid_fraction: float = 1.0
+    """Fraction of each sequence's labels that count; below 1 the number of valid tokens differs between sequences."""
+    seed: int = 0
+
+
+@dataclass
+class MeasureConfig:
+    repeats: int | None = None
+    """Process launches of each cell; null means 3 on CPU, 5 on GPU."""
+    warmup: int | None = None
+    """Steps to drop; null drops until the step time is steady (at least 1, at most half)."""
+    timeout: float = 600.0
+    """Seconds of wall clock for one repeat."""
+    budget: str | None = None
+    """Stop starting rounds after this long (``20m``, ``1h``); the first round is always finished."""
+    structure: bool = True
+    """Record collectives and FLOPs from one extra step in the first repeat of a cell."""
+    yardstick: bool = True
+    profile: bool = False
+    handicap: float = 0.0
+    """Planted slowdown: each step burns this many times its own time again. For testing the gate."""
+    handicap_cells: str = "*"
+    """Pattern of cell names that ``handicap`` applies to."""
+    shuffle_seed: int = 0
+
+
+@dataclass
+class GateConfig:
+    mode: str = "auto"
+    """``auto`` (no baseline: measure, print the accept command, exit 0), ``require`` (no baseline: exit 4) or ``off``."""
+    min_effect: float | None = None
+    """Relative slowdown below which nothing is called a regression; null means 0.01 on GPU, 0.05 on CPU."""
+    alpha: float = 0.01
+    resolve: float | None = None
+    """A cell passes when the upper bound of its slowdown is below this; null means 0.03 on GPU, 0.30 on CPU."""
+    fail_on_inconclusive: bool = False
+
+
+@dataclass
+class LauncherConfig:
+    name: str = "local"
+    start_method: str = "forkserver"
+    omp_num_threads: int | None = None
+    """CPU threads of a rank; null means cores / ranks, at least 1."""
+
+
+@dataclass
+class TrackerConfig:
+    name: str = "none"
+
+
+@dataclass
+class ResultsConfig:
+    dir: str = "results"
+
+
+@dataclass
+class FingerprintConfig:
+    redact: list[str] = field(default_factory=list)
+
+
+@dataclass
+class EngineConfig:
+    """Whose code is measured. ``target`` is a dotted path or the name of an ``ndbench.engines`` entry point."""
+
+    name: str = "ndbench"
+    target: str | None = None
+    command: str | None = None
+    """``engine=command``: the command line of the user's script, started once a rank."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Config:
+    """Root of the composed configuration: one cell, plus what concerns the run as a whole."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    results: ResultsConfig = field(default_factory=ResultsConfig)
+    fingerprint: FingerprintConfig = field(default_factory=FingerprintConfig)
+    world_size: int | None = None
+    """Ranks of the cell; null means the hardware's device count."""
+    cells: str | None = None
+    """Patterns of cell names to run, comma separated (``hsdp*,ddp8``); null runs all."""
+    shard: str | None = None
+    """``1/4``: run the first quarter of the matrix."""
+    baseline: str | None = None
+    """A baseline folder; null means ``<results.dir>/baselines/<hardware>/<suite>``."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One resolved point of the matrix: every null default filled in, every degree positive."""
+
+    name: str
+    suite: str
+    config: Config
+
+    @property
+    def parallelism(self) -> ParallelismConfig:
+        return self.config.parallelism
+
+    @property
+    def world_size(self) -> int:
+        assert self.config.world_size is not None, "cells are resolved"
+        return self.config.world_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form, as it stands in a record: ``cell.engine`` is the engine's name."""
+        groups = dataclasses.asdict(self.config)
+        engine = groups.pop("engine")
+        return {"name": self.name, "suite": self.suite, "engine": engine["name"], "engine_config": engine, **groups}
+
+    @property
+    def cell_id(self) -> str:
+        """12 hex digits: a hash of the part of the configuration that changes what is measured."""
+        return cell_id(self.to_dict())
+
+
+IDENTITY_GROUPS = ("model", "parallelism", "training", "data", "engine_config", "world_size")
+"""Hardware is left out on purpose: structure and FLOPs of one cell are compared across machines."""
+
+
+def cell_id(cell: dict[str, Any]) -> str:
+    """Hash of the identity part of a cell's JSON form; equal for equivalent overrides, whatever their order."""
+    identity = {group: cell[group] for group in IDENTITY_GROUPS}
+    canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+def cell_from_dict(cell: dict[str, Any]) -> Cell:
+    """Inverse of :meth:`Cell.to_dict`; raises ``ValueError`` naming a key that the schema lacks."""
+    groups = {key: value for key, value in cell.items() if key not in ("name", "suite", "engine", "engine_config")}
+    groups["engine"] = cell["engine_config"]
+    return Cell(name=cell["name"], suite=cell["suite"], config=_build(Config, groups, "cell"))
+
+
+def _build(cls: Any, values: dict[str, Any], where: str) -> Any:
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ValueError(f"{where} has unknown keys: {', '.join(unknown)}")
+    kwargs: dict[str, Any] = {}
+    for key, value in values.items():
+        factory = known[key].default_factory
+        nested = isinstance(value, dict) and isinstance(factory, type) and dataclasses.is_dataclass(factory)
+        kwargs[key] = _build(factory, value, f"{where}.{key}") if nested else value
+    return cls(**kwargs)
