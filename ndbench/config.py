@@ -109,6 +109,9 @@ class DataConfig:
     """``markov``, ``source`` or ``text``."""
     files: list[str] = field(default_factory=list)
     tokenizer: str | None = None
+    """A local tokenizer folder; null reads bytes as tokens."""
+    max_bytes: int = 8 * 2**20
+    """Bytes of text that are read at most."""
     valid_fraction: float = 1.0
     """Fraction of each sequence's labels that count; below 1 the number of valid tokens differs between sequences."""
     seed: int = 0
