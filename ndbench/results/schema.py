@@ -1,0 +1,317 @@
+"""The record: what one repeat of one cell measured, as plain JSON data, and the check that a record is whole.
+
+A record is the only thing that passes from measuring to comparing and reporting. This module knows its fields and
+versions; it knows nothing of files, statistics or torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+Record = dict[str, Any]
+"""A validated record; see :data:`FIELDS` for its keys."""
+
+SCHEMA_VERSION = 1
+
+OUTCOMES = ("ok", "oom", "timeout", "failed", "invalid", "skipped")
+DIRECTIONS = ("higher", "lower", "none")
+COMPILE_CACHE = ("cold", "warm", "off")
+
+MIGRATIONS: dict[int, Callable[[Record], Record]] = {}
+"""From a version to the next one: ``MIGRATIONS[1]`` turns a record of version 1 into one of version 2."""
+
+
+class RecordError(ValueError):
+    """A record that lacks a field, has one too many, one of a wrong type, or a newer schema than this program."""
+
+
+Check = Callable[[Any, str], None]
+"""Raises RecordError when the value (first argument) at the dotted path (second) is not as it must be."""
+
+
+def _describe(value: Any) -> str:
+    return "null" if value is None else f"{type(value).__name__} {value!r}"[:80]
+
+
+def _is(kind: str, *types: type) -> Check:
+    def check(value: Any, where: str) -> None:
+        # bool is an int to Python, never to this schema
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise RecordError(f"{where} must be {kind}, got {_describe(value)}")
+
+    return check
+
+
+TEXT = _is("text", str)
+INTEGER = _is("an integer", int)
+FLAG = _is("true or false", bool)
+OPEN = _is("an object", dict)
+
+
+def NUMBER(value: Any, where: str) -> None:
+    _is("a number", int, float)(value, where)
+    if not math.isfinite(value):
+        raise RecordError(f"{where} is {value}; a non-finite number is stored as null and its step in steps.nonfinite")
+
+
+def one_of(*allowed: str) -> Check:
+    def check(value: Any, where: str) -> None:
+        if value not in allowed:
+            raise RecordError(f"{where} must be one of {', '.join(allowed)}, got {_describe(value)}")
+
+    return check
+
+
+def nullable(inner: Check) -> Check:
+    def check(value: Any, where: str) -> None:
+        if value is not None:
+            inner(value, where)
+
+    return check
+
+
+def list_of(inner: Check) -> Check:
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, list):
+            raise RecordError(f"{where} must be a list, got {_describe(value)}")
+        for index, item in enumerate(value):
+            inner(item, f"{where}[{index}]")
+
+    return check
+
+
+def fields(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
+    known = {**required, **(optional or {})}
+
+    def check(value: Any, where: str) -> None:
+        if not isinstance(value, dict):
+            raise RecordError(f"{where} must be an object, got {_describe(value)}")
+        missing = [key for key in required if key not in value]
+        unknown = [key for key in value if key not in known]
+        if missing or unknown:
+            parts = [f"lacks {', '.join(missing)}"] if missing else []
+            parts += [f"has unknown {', '.join(map(str, unknown))}"] if unknown else []
+            raise RecordError(f"{where} {' and '.join(parts)}")
+        for key, item in value.items():
+            known[key](item, f"{where}.{key}")
+
+    return check
+
+
+def holding(required: Mapping[str, Check]) -> Check:
+    """An object that has at least these fields; what else stands in it is its writer's business."""
+
+    def check(value: Any, where: str) -> None:
+        OPEN(value, where)
+        for key, inner in required.items():
+            if key not in value:
+                raise RecordError(f"{where} lacks {key}")
+            inner(value[key], f"{where}.{key}")
+
+    return check
+
+
+def mapping_of(inner: Check) -> Check:
+    def check(value: Any, where: str) -> None:
+        OPEN(value, where)
+        for key, item in value.items():
+            inner(item, f"{where}.{key}")
+
+    return check
+
+
+_SECONDS = holding({})
+_BYTES = nullable(list_of(nullable(NUMBER)))
+_COLLECTIVE = holding({"op": TEXT, "axis": TEXT, "count": INTEGER, "bytes": NUMBER, "where": list_of(TEXT)})
+
+FIELDS: dict[str, Check] = {
+    "schema_version": INTEGER,
+    "run": TEXT,
+    "session": TEXT,
+    "suite": TEXT,
+    "cell": holding({"name": TEXT, "suite": TEXT, "engine": TEXT}),
+    "cell_id": TEXT,
+    "cell_version": TEXT,
+    "repeat": INTEGER,
+    "seed": INTEGER,
+    "start": TEXT,
+    "end": TEXT,
+    "outcome": one_of(*OUTCOMES),
+    "reason": nullable(TEXT),
+    "log_tail": nullable(TEXT),
+    "code": fields({"commit": nullable(TEXT), "dirty": nullable(FLAG)}),
+    "fingerprint": fields({"hardware": OPEN, "software": OPEN, "informational": OPEN}),
+    "world": holding({"size": INTEGER, "degrees": OPEN, "layout": TEXT}),
+    "steps": nullable(
+        fields(
+            {
+                "seconds": nullable(list_of(nullable(NUMBER))),
+                "loss": nullable(list_of(nullable(NUMBER))),
+                "grad_norm": nullable(list_of(nullable(NUMBER))),
+                "nonfinite": list_of(INTEGER),
+                "first_timed": nullable(INTEGER),
+                "steady": nullable(FLAG),
+            },
+            {"rank_medians": nullable(list_of(nullable(NUMBER)))},
+        )
+    ),
+    "tokens": nullable(fields({"per_step": INTEGER, "valid": nullable(list_of(nullable(INTEGER)))})),
+    "data_hash": nullable(TEXT),
+    "memory": nullable(fields({"allocated": _BYTES, "reserved": _BYTES, "device": _BYTES, "rss": _BYTES})),
+    "structure": nullable(holding({"collectives": list_of(_COLLECTIVE)})),
+    "yardstick": nullable(fields({"before": nullable(_SECONDS), "after": nullable(_SECONDS)})),
+    "compile_cache": one_of(*COMPILE_CACHE),
+    "engine": OPEN,
+    "metrics": mapping_of(
+        fields({"value": nullable(NUMBER), "unit": TEXT, "direction": one_of(*DIRECTIONS)}, {"reason": nullable(TEXT)})
+    ),
+}
+
+_WHOLE = fields(FIELDS)
+
+
+def validate(record: Any, where: str = "record") -> Record:
+    """The record itself when it is whole, else a ``RecordError`` naming the missing, unknown or wrong-typed field.
+
+    An ``ok`` record must also hold what every comparison needs: step times from ``first_timed`` on, and losses.
+    """
+    _WHOLE(record, where)
+    checked: Record = record
+    if checked["schema_version"] != SCHEMA_VERSION:
+        raise RecordError(f"{where} has schema {checked['schema_version']}, this program writes {SCHEMA_VERSION}")
+    if checked["outcome"] == "ok":
+        _validate_ok(checked, where)
+    return checked
+
+
+def _validate_ok(record: Record, where: str) -> None:
+    steps = record["steps"]
+    for name in ("steps", "tokens", "memory"):
+        if record[name] is None:
+            raise RecordError(f"{where}.{name} is null in a record whose outcome is ok")
+    for name in ("seconds", "loss"):
+        if not steps[name]:
+            raise RecordError(f"{where}.steps.{name} is empty in a record whose outcome is ok")
+    bad = [index for index, seconds in enumerate(steps["seconds"]) if seconds is None or seconds <= 0]
+    if bad:
+        raise RecordError(f"{where}.steps.seconds[{bad[0]}] must be a positive number of seconds")
+    first = steps["first_timed"]
+    if first is None or not 0 <= first < len(steps["seconds"]):
+        raise RecordError(f"{where}.steps.first_timed is {first}, of {len(steps['seconds'])} steps")
+
+
+def migrate(record: Any, where: str = "record") -> Record:
+    """A record of any known version as one of the current version, validated.
+
+    Raises ``RecordError`` naming both versions when the record is newer than this program.
+    """
+    version = record.get("schema_version") if isinstance(record, dict) else None
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise RecordError(f"{where} is not a record: it has no integer schema_version")
+    check_version(version, where)
+    while record["schema_version"] < SCHEMA_VERSION:
+        record = MIGRATIONS[record["schema_version"]](record)
+    return validate(record, where)
+
+
+def check_version(version: int, where: str) -> None:
+    """Raises ``RecordError`` when a file's schema version is one this program cannot read."""
+    if version > SCHEMA_VERSION:
+        raise RecordError(
+            f"{where} has schema {version}, this ndbench reads up to {SCHEMA_VERSION}: it was written by a newer one"
+        )
+    if version < SCHEMA_VERSION and version not in MIGRATIONS:
+        raise RecordError(f"{where} has schema {version}, which no ndbench wrote (current: {SCHEMA_VERSION})")
+
+
+def metric(value: float | None, unit: str, direction: str, reason: str | None = None) -> dict[str, Any]:
+    """One entry of ``metrics``. A value that is null or not finite is stored as null and needs a ``reason``."""
+    if value is not None and not math.isfinite(value):
+        value, reason = None, reason or f"the value was {value}"
+    entry: dict[str, Any] = {"value": value, "unit": unit, "direction": direction}
+    if reason is not None:
+        entry["reason"] = reason
+    return entry
+
+
+def finite_or_null(values: Iterable[float | None]) -> list[float | None]:
+    """The values as JSON can hold them exactly: a NaN or infinity becomes null, everything else stays to the bit."""
+    return [float(value) if value is not None and math.isfinite(value) else None for value in values]
+
+
+def nonfinite_steps(*series: Iterable[float | None] | None) -> list[int]:
+    """Indices of the steps at which any of the series is null, NaN or infinite."""
+    found = {
+        index
+        for values in series
+        for index, value in enumerate(values if values is not None else ())
+        if value is None or not math.isfinite(value)
+    }
+    return sorted(found)
+
+
+def new_record(
+    *,
+    run: str,
+    suite: str,
+    cell: dict[str, Any],
+    cell_id: str,
+    cell_version: str,
+    repeat: int,
+    seed: int,
+    start: str,
+    end: str,
+    outcome: str,
+    fingerprint: dict[str, Any],
+    world: dict[str, Any],
+    session: str | None = None,
+    reason: str | None = None,
+    log_tail: str | None = None,
+    code: dict[str, Any] | None = None,
+    steps: dict[str, Any] | None = None,
+    tokens: dict[str, Any] | None = None,
+    data_hash: str | None = None,
+    memory: dict[str, Any] | None = None,
+    structure: dict[str, Any] | None = None,
+    yardstick: dict[str, Any] | None = None,
+    compile_cache: str = "off",
+    engine: dict[str, Any] | None = None,
+    metrics: dict[str, dict[str, Any]] | None = None,
+) -> Record:
+    """A whole, validated record; what a repeat that is not ``ok`` did not measure stays null.
+
+    ``cell`` is :meth:`ndbench.config.Cell.to_dict`; ``start`` and ``end`` are ISO-8601 UTC. Raises ``RecordError``.
+    """
+    return validate(
+        {
+            "schema_version": SCHEMA_VERSION,
+            "run": run,
+            "session": session or run,
+            "suite": suite,
+            "cell": cell,
+            "cell_id": cell_id,
+            "cell_version": cell_version,
+            "repeat": repeat,
+            "seed": seed,
+            "start": start,
+            "end": end,
+            "outcome": outcome,
+            "reason": reason,
+            "log_tail": log_tail,
+            "code": code or {"commit": None, "dirty": None},
+            "fingerprint": fingerprint,
+            "world": world,
+            "steps": steps,
+            "tokens": tokens,
+            "data_hash": data_hash,
+            "memory": memory,
+            "structure": structure,
+            "yardstick": yardstick,
+            "compile_cache": compile_cache,
+            "engine": engine or {},
+            "metrics": metrics or {},
+        },
+        f"record {cell.get('name')}.r{repeat}",
+    )
