@@ -119,8 +119,9 @@ def read_baseline(
         raise ValueError(f"baseline {source} is not a folder (a folder or git:REF is expected)")
     if (folder / "plan.json").is_file():
         return baseline_of_run(RunFolder(folder))
-    files = {str(PurePosixPath(*path.relative_to(folder).parts)): path for path in sorted(folder.rglob("*.json"))}
-    texts = {name: _read_text(path) for name, path in files.items()}
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.json"))}
+    # names with a leading dot are sessions in the middle of being written or removed
+    texts = {name: _read_text(path) for name, path in files.items() if not name.startswith(".") and "/." not in name}
     return _baseline(texts, str(folder), hardware, suite, required=source is not None)
 
 

@@ -1,0 +1,325 @@
+"""The verbs on stored baselines: accept, list, show, prune.
+
+Sessions are added, never overwritten. A cell that was found regressed enters only when it is named, and then starts a
+new level, so that a deliberate change can always be accepted and a regression never by accident. What "regressed"
+means is decided elsewhere and handed in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import fnmatch
+import getpass
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ndbench.results.schema import SCHEMA_VERSION, Record
+from ndbench.results.sessions import (
+    Baseline,
+    Session,
+    baseline_folder,
+    cell_file,
+    parse_session,
+    read_baseline,
+)
+from ndbench.results.store import RunFolder, check_name, find_run, read_json, sync_folder, write_json
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What :func:`accept` did."""
+
+    folder: Path
+    """The session's folder."""
+    cells: list[str]
+    """Cells that are in the session now because of this call."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Why, by cell, one was not taken."""
+    restarted: list[str] = field(default_factory=list)
+    retired: list[str] = field(default_factory=list)
+    already: list[str] = field(default_factory=list)
+    """Cells that an earlier call had accepted from the same run."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 when every selected cell was taken, 1 when a regressed one was held back, 3 when one had not run well."""
+        if any(reason.startswith("regressed") for reason in self.refused.values()):
+            return 1
+        return 3 if self.refused else 0
+
+
+def accept(
+    run: RunFolder | str | Path,
+    reason: str,
+    *,
+    results_dir: str | Path = "results",
+    folder: str | Path | None = None,
+    hardware: str | None = None,
+    cells: str | None = None,
+    force: bool = False,
+    verdicts: Mapping[str, str] | None = None,
+    by: str | None = None,
+    now: datetime | None = None,
+) -> Accepted:
+    """Make a run, or the cells of it that match ``cells`` (patterns, comma separated), part of the baseline.
+
+    ``run`` may be any run folder, an unpacked CI artifact included. ``verdicts`` (cell to verdict) come from comparing
+    the run with this baseline; without them, from the run's own ``verdict.json``. A regressed cell, or a missing one
+    (which is then retired), is only taken when ``cells`` names it in full or ``force`` is set. ``folder`` is the
+    baseline of one suite, by default ``<results_dir>/baselines/<hardware>/<suite>``.
+
+    Raises ``ValueError`` when the reason is empty, no cell matches, or nothing could be taken.
+    """
+    if not reason.strip():
+        raise ValueError("a reason is needed: say why this run is the reference now (--reason '...')")
+    run = run if isinstance(run, RunFolder) else find_run(run, results_dir)
+    records = run.records()
+    if not records:
+        raise ValueError(f"{run.path} holds no record: there is nothing to accept")
+    verdicts = verdicts if verdicts is not None else _verdicts_of(run)
+    by_cell: dict[str, list[Record]] = {}
+    for record in records:
+        by_cell.setdefault(record["cell"]["name"], []).append(record)
+    missing = {name for name, verdict in verdicts.items() if verdict == "missing"} - set(by_cell)
+    named = _names(cells)
+    selected = _select([*by_cell, *sorted(missing)], named, run.path)
+
+    refused: dict[str, str] = {}
+    taken: dict[str, list[Record]] = {}
+    retired: list[str] = []
+    for name in selected:
+        if name in missing:
+            if name in named or force:
+                retired.append(name)
+        elif (why := _unfit(by_cell[name])) is not None:
+            refused[name] = why
+        elif verdicts.get(name) == "regressed" and name not in named and not force:
+            refused[name] = f"regressed against the baseline; to accept it on purpose: --cells {name} --reason '...'"
+        else:
+            taken[name] = by_cell[name]
+    if not taken and not retired:
+        listed = "; ".join(f"{name}: {why}" for name, why in refused.items()) or "no cell was selected"
+        raise ValueError(f"nothing of {run.path} was accepted: {listed}")
+
+    suite = records[0]["suite"]
+    target = Path(folder) if folder else baseline_folder(results_dir, hardware or hardware_key(records), suite)
+    head = {
+        "schema_version": SCHEMA_VERSION,
+        "session": check_name(records[0]["session"], "session"),
+        "run": records[0]["run"],
+        "suite": suite,
+        "accepted": (now or datetime.now(UTC)).isoformat(timespec="seconds"),
+        "by": by or _who(),
+        "reason": reason.strip(),
+        **records[0]["code"],
+        "cells": sorted(taken),
+        "restarted": sorted(name for name in taken if verdicts.get(name) == "regressed"),
+        "improved": sorted(name for name in taken if verdicts.get(name) == "improved"),
+        "retired": sorted(retired),
+    }
+    already = _store(target, head, taken)
+    return Accepted(
+        folder=target / head["session"],
+        cells=[name for name in sorted(taken) if name not in already],
+        refused=refused,
+        restarted=head["restarted"],
+        retired=sorted(retired),
+        already=already,
+    )
+
+
+def _verdicts_of(run: RunFolder) -> dict[str, str]:
+    if not run.verdict_path.is_file():
+        return {}
+    return {cell["name"]: cell["verdict"] for cell in read_json(run.verdict_path)["cells"]}
+
+
+def _names(cells: str | None) -> list[str]:
+    return [part.strip() for part in cells.split(",") if part.strip()] if cells else []
+
+
+def _select(names: list[str], patterns: list[str], where: Path) -> list[str]:
+    unmatched = [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]
+    if unmatched:
+        raise ValueError(f"no cell of {where} matches {', '.join(unmatched)}; its cells: {', '.join(names)}")
+    return [name for name in names if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+
+
+def _unfit(records: list[Record]) -> str | None:
+    """Why the repeats of a cell cannot be a reference, else null: all must be ok, or all out of memory."""
+    outcomes = sorted({record["outcome"] for record in records})
+    if outcomes not in (["ok"], ["oom"]):
+        bad = [record for record in records if record["outcome"] != "ok"]
+        return f"{len(bad)} of {len(records)} repeats {bad[0]['outcome']}: {bad[0]['reason'] or 'no reason recorded'}"
+    broken = [record for record in records if record["steps"] and record["steps"]["nonfinite"]]
+    if broken:
+        return f"step {broken[0]['steps']['nonfinite'][0]} of repeat {broken[0]['repeat']} is not finite"
+    for part in ("hardware", "software"):
+        if any(record["fingerprint"][part] != records[0]["fingerprint"][part] for record in records):
+            return f"its repeats were measured on different {part}"
+    if any(record["cell_id"] != records[0]["cell_id"] for record in records):
+        return "its repeats have different configurations"
+    return None
+
+
+def hardware_key(records: list[Record]) -> str:
+    """Folder name of the hardware that a run was made for: its name and device count, such as ``cpu_x8``."""
+    hardware = records[0]["cell"].get("hardware") or {}
+    count = hardware.get("device_count") or max(record["world"]["size"] for record in records)
+    return f"{hardware.get('name', 'unknown')}_x{count}"
+
+
+def _who() -> str:
+    with contextlib.suppress(OSError):
+        named = subprocess.run(["git", "config", "user.name"], capture_output=True, text=True, check=False)
+        if named.returncode == 0 and named.stdout.strip():
+            return named.stdout.strip()
+    with contextlib.suppress(OSError, KeyError):
+        return getpass.getuser()
+    return "unknown"
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One writer of a baseline at a time; the folder itself is the lock, so that nothing is left behind."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _store(folder: Path, head: dict[str, Any], cells: dict[str, list[Record]]) -> list[str]:
+    """Add cells to the session that ``head`` describes; returns those that were in it before, unchanged."""
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / head["session"]
+    with _locked(folder):
+        if final.exists():
+            return _add(final, head, cells)
+        staged = folder / f".{head['session']}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+        staged.mkdir()
+        try:
+            for name, records in cells.items():
+                write_json(staged / f"{check_name(name)}.json", cell_file(records))
+            write_json(staged / "session.json", head)
+            staged.rename(final)
+        except OSError:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        sync_folder(folder)
+    return []
+
+
+def _add(final: Path, head: dict[str, Any], cells: dict[str, list[Record]]) -> list[str]:
+    stored = parse_session(read_json(final / "session.json"), str(final / "session.json"))
+    already: list[str] = []
+    for name, records in cells.items():
+        path = final / f"{check_name(name)}.json"
+        if name in stored["cells"]:
+            if read_json(path) != cell_file(records):
+                raise ValueError(f"{path} holds other measurements under the same session; it is not overwritten")
+            already.append(name)
+        else:
+            write_json(path, cell_file(records))
+    merged = dict(stored)
+    for key in ("cells", "restarted", "improved", "retired"):
+        added = [name for name in head[key] if name not in already]
+        merged[key] = sorted({*stored.get(key, []), *added})
+    if head["reason"] != stored["reason"] and len(already) < len(cells):
+        merged["reason"] = f"{stored['reason']}; {', '.join(n for n in cells if n not in already)}: {head['reason']}"
+    if merged != stored:  # the manifest is written last: a file it does not list is not part of the session
+        write_json(final / "session.json", merged)
+    return already
+
+
+def list_baselines(results_dir: str | Path = "results") -> list[dict[str, Any]]:
+    """Every stored baseline: hardware, suite, folder, and its sessions (as :func:`describe` has them), oldest first."""
+    root = Path(results_dir) / "baselines"
+    found = []
+    for folder in sorted({path.parent.parent for path in root.glob("*/*/*/session.json")}):
+        if any(part.startswith(".") for part in folder.relative_to(root).parts):
+            continue
+        baseline = read_baseline(folder)
+        found.append(
+            {
+                "hardware": folder.parent.name,
+                "suite": folder.name,
+                "folder": str(folder),
+                "sessions": [describe(session) for session in baseline.sessions],
+            }
+        )
+    return found
+
+
+def describe(session: Session, now: datetime | None = None) -> dict[str, Any]:
+    """One accepted session in a few facts."""
+    any_record = next(iter(session.cells.values()), [None])[0]
+    return {
+        "session": session.session,
+        "accepted": session.accepted,
+        "age_days": round(session.age_days(now), 2),
+        "by": session.by,
+        "reason": session.reason,
+        "commit": session.commit,
+        "dirty": session.dirty,
+        "software": any_record["fingerprint"]["software"] if any_record else {},
+        "cells": {name: len(records) for name, records in session.cells.items()},
+        "restarted": list(session.restarted),
+        "improved": list(session.improved),
+        "retired": list(session.retired),
+    }
+
+
+def show(baseline: Baseline, session: str | None = None) -> dict[str, Any]:
+    """The facts of one session (its name, or the beginning of one; default the latest) and the metrics of its cells.
+
+    Raises ``ValueError`` naming the sessions there are.
+    """
+    matching = [s for s in baseline.sessions if session is None or s.session.startswith(session)]
+    if not matching or (session is not None and len(matching) > 1):
+        known = ", ".join(s.session for s in baseline.sessions) or "none"
+        raise ValueError(f"{len(matching)} sessions of {baseline.source} match '{session}'; there are: {known}")
+    chosen = matching[-1]
+    metrics = {
+        name: {
+            metric: [record["metrics"].get(metric, {}).get("value") for record in records]
+            for metric in records[0]["metrics"]
+        }
+        for name, records in chosen.cells.items()
+    }
+    outcomes = {name: records[0]["outcome"] for name, records in chosen.cells.items()}
+    return describe(chosen) | {"source": baseline.source, "outcomes": outcomes, "metrics": metrics}
+
+
+def prune(folder: str | Path, keep: int) -> list[str]:
+    """Remove old sessions of one suite's baseline; returns the removed ones.
+
+    For every cell the ``keep`` latest sessions stay, and the oldest one (drift is measured against it); so do the
+    sessions at which a level began or a cell was retired. Raises ``ValueError`` when ``keep`` is under 1.
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep}: at least one session of each cell must stay")
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder: there is no baseline to prune")
+    with _locked(folder):
+        sessions = read_baseline(folder).sessions
+        kept = {s.session for s in sessions if s.restarted or s.improved or s.retired}
+        for name in {name for session in sessions for name in session.cells}:
+            held = [session.session for session in sessions if name in session.cells]
+            kept.update([held[0], *held[-keep:]])
+        removed = [session.session for session in sessions if session.session not in kept]
+        for session in removed:
+            hidden = folder / f".{session}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+            (folder / session).rename(hidden)  # readers see the whole session or none of it
+            shutil.rmtree(hidden)
+    return removed
