@@ -1,0 +1,151 @@
+"""Context parallelism as arithmetic: which tokens a rank holds, what does not fit, and the bytes it sends.
+
+The exchange itself is in ``ring.py`` and ``ulysses.py``. Nothing here imports torch at module level, so that the rules
+can be checked before any process starts. This module knows nothing of models or masks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+METHODS = ("ring", "ulysses")
+"""``ring`` rotates keys and values from rank to rank; ``ulysses`` exchanges sequence shards for head shards."""
+
+
+def sequence_chunks(sequence_length: int, cp_size: int, cp_rank: int, method: str) -> list[range]:
+    """Global token indices of a rank's shard, in the order in which the rank holds them.
+
+    ``ring`` deals head and tail chunks: of 2·cp equal chunks rank r holds r and 2·cp-1-r ("zigzag"), so that every rank
+    has the same share of a causal mask. ``ulysses`` deals one contiguous chunk: ranks see the whole sequence later.
+
+    Raises ``ValueError`` when the sequence does not divide into equal chunks.
+    """
+    if method not in METHODS:
+        raise ValueError(f"cp_method is '{method}', known methods are {', '.join(METHODS)}")
+    if cp_size == 1:
+        return [range(sequence_length)]
+    parts = 2 * cp_size if method == "ring" else cp_size
+    if sequence_length < parts or sequence_length % parts:
+        raise ValueError(_indivisible(sequence_length, parts, f"{method} context parallelism over {cp_size} ranks"))
+    length = sequence_length // parts
+    indices = [cp_rank, parts - 1 - cp_rank] if method == "ring" else [cp_rank]
+    return [range(index * length, (index + 1) * length) for index in indices]
+
+
+def shard_sequence(x: torch.Tensor, cp_size: int, cp_rank: int, method: str, dim: int = 1) -> torch.Tensor:
+    """This rank's tokens of ``x``, whose dim ``dim`` is the whole sequence; a copy when cp_size > 1.
+
+    To be applied exactly once to each of input ids, labels and position ids. RoPE is then right because the positions
+    travel with their tokens. Document ids stay whole: the attention function takes them as [batch, sequence].
+    """
+    import torch
+
+    if cp_size == 1:
+        return x
+    chunks = sequence_chunks(x.shape[dim], cp_size, cp_rank, method)
+    return torch.cat([x.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim=dim)
+
+
+def unshard_sequence(shards: Sequence[torch.Tensor], method: str, dim: int = 1) -> torch.Tensor:
+    """The whole sequence from the shards of all cp ranks in rank order: the inverse of :func:`shard_sequence`."""
+    import torch
+
+    if len(shards) == 1:
+        return shards[0]
+    length = sum(shard.shape[dim] for shard in shards)
+    placed: list[tuple[int, torch.Tensor]] = []
+    for rank, shard in enumerate(shards):
+        offset = 0
+        for chunk in sequence_chunks(length, len(shards), rank, method):
+            placed.append((chunk.start, shard.narrow(dim, offset, len(chunk))))
+            offset += len(chunk)
+    return torch.cat([piece for _, piece in sorted(placed, key=lambda item: item[0])], dim=dim)
+
+
+def refuse_context(
+    *,
+    cp_size: int,
+    method: str,
+    sequence_length: int,
+    num_attention_heads: int,
+    num_key_value_heads: int,
+    tp_size: int = 1,
+    sequence_parallel: bool = False,
+) -> list[str]:
+    """What does not fit, one line each with the numbers; empty when the layout is valid.
+
+    ``tp_size`` is the number of ranks the attention heads are sharded over: 1 where the plan replicates attention.
+    """
+    if method not in METHODS:
+        return [f"cp_method is '{method}', known methods are {', '.join(METHODS)}"]
+    if cp_size == 1:
+        return []
+    reasons = []
+    parts = cp_size * (2 if method == "ring" else 1)
+    if sequence_parallel:
+        # A shard of sequence/cp tokens is split once more over tp.
+        parts = math.lcm(parts, cp_size * tp_size)
+    if sequence_length < parts or sequence_length % parts:
+        sharing = f"{method} context parallelism over {cp_size} ranks"
+        reasons.append(_indivisible(sequence_length, parts, sharing + (f" and tp {tp_size}" if tp_size > 1 else "")))
+    if num_attention_heads % num_key_value_heads:
+        reasons.append(f"{num_attention_heads} attention heads are not a multiple of {num_key_value_heads} kv heads")
+    if method == "ulysses" and num_attention_heads % (tp_size * cp_size):
+        reasons.append(
+            f"ulysses splits attention heads over cp: {num_attention_heads} heads do not divide by "
+            f"tp {tp_size} x cp {cp_size} = {tp_size * cp_size}; cp_method=ring has no such limit"
+        )
+    return reasons
+
+
+def _indivisible(length: int, parts: int, what: str) -> str:
+    below = length // parts * parts
+    nearest = f"{below} or {below + parts}" if below else f"{parts}"
+    return f"sequence_length {length} is not a multiple of {parts}, which {what} needs; nearest: {nearest}"
+
+
+def ring_bytes(
+    *, cp_size: int, batch: int, kv_heads: int, local_length: int, head_dim: int, element_size: int
+) -> dict[str, int]:
+    """Bytes one rank sends in one attention layer of the ring: ``{"forward": ..., "backward": ...}``.
+
+    With n = cp_size, s = local_length, kv = 2 · batch · kv_heads · s · head_dim elements (keys and values, never
+    expanded to the query heads):
+
+    * forward: n-1 rotations of kv in the compute dtype, (n-1) · kv · element_size;
+    * backward: the same n-1 rotations, and n of the gradients of kv, which travel in float32 (float64 for float64) and
+      take one hop more because they must come home: (n-1) · kv · element_size + n · kv · max(element_size, 4).
+    """
+    if cp_size == 1:
+        return {"forward": 0, "backward": 0}
+    elements = 2 * batch * kv_heads * local_length * head_dim
+    rotations = (cp_size - 1) * elements * element_size
+    return {"forward": rotations, "backward": rotations + cp_size * elements * max(element_size, 4)}
+
+
+def ulysses_bytes(
+    *, cp_size: int, batch: int, heads: int, kv_heads: int, local_length: int, head_dim: int, element_size: int
+) -> dict[str, int]:
+    """Bytes one rank sends in one attention layer under Ulysses: ``{"forward": ..., "backward": ...}``.
+
+    One all-to-all takes queries, keys and values, one brings the output back. With n = cp_size and kv' = kv_heads ·
+    :func:`kv_replication` (kv heads are repeated until they divide by n), each direction sends
+    (n-1)/n · batch · local_length · head_dim · (2 · heads + 2 · kv') · element_size; backward sends the same.
+    """
+    replicated = kv_heads * kv_replication(kv_heads, cp_size)
+    elements = batch * local_length * head_dim * (2 * heads + 2 * replicated)
+    sent = elements // cp_size * (cp_size - 1) * element_size
+    return {"forward": sent, "backward": sent}
+
+
+def kv_replication(kv_heads: int, cp_size: int) -> int:
+    """How often Ulysses repeats each kv head so that they divide by cp: cp / gcd(kv_heads, cp).
+
+    When the query heads divide by cp, the number of query heads of a kv head divides by this, so grouping stays right.
+    """
+    return cp_size // math.gcd(kv_heads, cp_size)

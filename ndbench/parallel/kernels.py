@@ -1,0 +1,156 @@
+"""One block of attention, forward and backward, with the log-sum-exp that lets blocks be merged.
+
+The public ``scaled_dot_product_attention`` keeps the log-sum-exp to itself, so the ring calls the ATen operators below
+it. All use of them is in this file. Tried on torch 2.13 (CPU); the signatures are the same in 2.11, 2.12 and 2.13.
+
+========  ===============================  ============================================================
+device    block                            operator
+========  ===============================  ============================================================
+CPU       any                              ``_scaled_dot_product_flash_attention_for_cpu`` (takes GQA and a float mask)
+CUDA      fp16/bf16, no mask               ``_scaled_dot_product_flash_attention`` (takes GQA, has no mask)
+CUDA      fp32, or with a mask             ``_scaled_dot_product_efficient_attention`` (neither: kv heads are repeated)
+========  ===============================  ============================================================
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+aten = torch.ops.aten
+
+HEAD_DIM_MULTIPLE = 8
+"""CUDA kernels want head dims that are a multiple of this; others are padded with zeros, which changes no score."""
+LSE_MULTIPLE = 32
+"""The efficient kernel's backward reads a log-sum-exp whose rows are padded to a multiple of this."""
+BIAS_MULTIPLE = 16
+"""... and a bias whose rows start at multiples of this many elements."""
+
+
+def block_kernel(device_type: str, dtype: torch.dtype, masked: bool) -> str:
+    """Name of the kernel a block runs on: ``flash_cpu``, ``flash`` or ``efficient``. Goes into the record."""
+    if device_type == "cpu":
+        return "flash_cpu"
+    if device_type != "cuda":
+        raise ValueError(f"ring attention has no kernel for device '{device_type}': it runs on cpu and cuda")
+    return "flash" if dtype in (torch.float16, torch.bfloat16) and not masked else "efficient"
+
+
+def block_forward(
+    q_bhsd: torch.Tensor,
+    k_bhsd: torch.Tensor,
+    v_bhsd: torch.Tensor,
+    *,
+    causal: bool,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a block of queries over a block of keys: output [b, h, s, d] and log-sum-exp [b, h, s].
+
+    k and v may have fewer heads than q (GQA). ``mask`` is additive, [b or 1, 1, queries, keys], in q's dtype;
+    ``causal`` masks by local index and needs as many queries as keys. The log-sum-exp is float32 (float64 for float64).
+    """
+    # An empty block kills the process inside the CPU kernel (SIGFPE) instead of raising.
+    assert min(q_bhsd.shape[2], k_bhsd.shape[2]) > 0, "empty attention block"
+    q, k, v = (_rows_contiguous(x) for x in (q_bhsd, k_bhsd, v_bhsd))
+    kernel = block_kernel(q.device.type, q.dtype, mask is not None)
+    if kernel == "flash_cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        return out, lse
+    head_dim = q.shape[3]
+    q, k, v = (_pad_head_dim(x) for x in (q, k, v))
+    if kernel == "flash":
+        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+    else:
+        k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
+        out, lse = aten._scaled_dot_product_efficient_attention(
+            q, k, v, _aligned_bias(mask, q, k), True, 0.0, causal, scale=scale
+        )[:2]
+        lse = lse[:, :, : q.shape[2]]
+    return out[..., :head_dim], lse
+
+
+def block_backward(
+    dout_bhsd: torch.Tensor,
+    q_bhsd: torch.Tensor,
+    k_bhsd: torch.Tensor,
+    v_bhsd: torch.Tensor,
+    out_bhsd: torch.Tensor,
+    lse_bhs: torch.Tensor,
+    *,
+    causal: bool,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of a block's q, k and v, given output and log-sum-exp *of the whole row*, merged over all blocks.
+
+    With these, exp(score - lse) is the block's part of the row's softmax, so the gradients of all blocks add up to
+    those of the whole (FlashAttention, arXiv:2205.14135, algorithm 4). dk and dv have k's number of heads.
+    """
+    dout, q, k, v, out = (_rows_contiguous(x) for x in (dout_bhsd, q_bhsd, k_bhsd, v_bhsd, out_bhsd))
+    kernel = block_kernel(q.device.type, q.dtype, mask is not None)
+    if kernel == "flash_cpu":
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse_bhs, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return dq, dk, dv
+    head_dim, kv_heads = q.shape[3], k.shape[1]
+    dout, q, k, v, out = (_pad_head_dim(x) for x in (dout, q, k, v, out))
+    # Dropout is off, so the random state is never read; it must only be there.
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+    if kernel == "flash":
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse_bhs.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset,
+            scale=scale,
+        )  # fmt: skip
+    else:
+        k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
+        rows = lse_bhs.shape[2]
+        lse = F.pad(lse_bhs, (0, -rows % LSE_MULTIPLE), value=float("inf"))
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, k, v, _aligned_bias(mask, q, k), out, lse, seed, offset, 0.0, [True, True, True, False], causal,
+            scale=scale,
+        )  # fmt: skip
+        dk, dv = (_sum_repeated_heads(x, kv_heads) for x in (dk, dv))
+    return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
+
+
+def merge(
+    out_bhsd: torch.Tensor, lse_bhs: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp over the union of two disjoint sets of keys.
+
+    Each output is a softmax average over its own keys; their weights in the union are exp(lse - lse_union).
+    """
+    union = torch.logaddexp(lse_bhs, block_lse)
+    mine, theirs = torch.exp(lse_bhs - union)[..., None], torch.exp(block_lse - union)[..., None]
+    return out_bhsd * mine + block_out * theirs, union
+
+
+def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    """A query strided in its last dim is silently wrong in the CPU kernel and refused by the CUDA ones."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _pad_head_dim(x: torch.Tensor) -> torch.Tensor:
+    missing = -x.shape[-1] % HEAD_DIM_MULTIPLE
+    return F.pad(x, (0, missing)) if missing else x
+
+
+def _repeat_heads(x_bhsd: torch.Tensor, heads: int) -> torch.Tensor:
+    return x_bhsd if x_bhsd.shape[1] == heads else x_bhsd.repeat_interleave(heads // x_bhsd.shape[1], dim=1)
+
+
+def _sum_repeated_heads(x_bhsd: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    return x_bhsd if x_bhsd.shape[1] == kv_heads else torch.stack(x_bhsd.chunk(kv_heads, dim=1)).sum(2).movedim(0, 1)
+
+
+def _aligned_bias(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    """``mask`` expanded to [b, h, queries, keys] without copying heads, its rows aligned."""
+    if mask is None:
+        return None
+    keys = k.shape[2]
+    if keys % BIAS_MULTIPLE:
+        mask = F.pad(mask, (0, -keys % BIAS_MULTIPLE))[..., :keys]
+    return mask.expand(q.shape[0], q.shape[1], q.shape[2], keys)

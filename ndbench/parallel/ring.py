@@ -1,0 +1,206 @@
+"""Ring attention: keys and values travel from rank to rank while each rank attends with its own queries.
+
+After Liu et al., arXiv:2310.01889, with head-tail balance for causal masks (``context.sequence_chunks``). Blocks come
+from ``kernels.py``, masks from ``masks.py``; this file owns the schedule, the rotation and the autograd function.
+Bytes on the wire: ``context.ring_bytes``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ndbench.parallel import masks
+from ndbench.parallel.context import sequence_chunks, shard_sequence
+from ndbench.parallel.kernels import block_backward, block_forward, merge
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A rectangle of scores to compute: local query rows against local key rows of the visiting rank's shard."""
+
+    queries: slice
+    keys: slice
+    mask: str
+    """``none`` (all visible), ``causal`` (by local index) or ``positions`` (window, documents: an additive mask)."""
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """What one call of ring attention needs besides tensors."""
+
+    group: dist.ProcessGroup
+    scale: float
+    window: int | None = None
+
+
+def ring_attention(
+    q_bhsd: torch.Tensor,
+    k_bhsd: torch.Tensor,
+    v_bhsd: torch.Tensor,
+    plan: RingPlan,
+    documents: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention over the whole sequence, of which each rank of ``plan.group`` holds its zigzag shard.
+
+    q is [b, heads, s, d], k and v [b, kv heads, s, d] with s = sequence / cp; ``documents`` holds the document ids of
+    the *whole* sequence, [b, sequence], in natural order. Returns [b, heads, s, d]. All ranks must call it.
+    """
+    out: torch.Tensor = _RingAttention.apply(q_bhsd, k_bhsd, v_bhsd, documents, plan)  # type: ignore[no-untyped-call]
+    return out
+
+
+def tiles(
+    cp_size: int, rank: int, source: int, local_length: int, window: int | None = None, documents: bool = False
+) -> list[Tile]:
+    """Tiles that ``rank`` computes while it holds the keys of ``source``.
+
+    Chosen from positions alone: chunk pairs of which a causal mask or the window hides everything are left out, so each
+    rank does half a block a step. Document boundaries are data; they mask but never skip, which keeps the schedule free
+    of device synchronisation. Every query is covered by the tiles of ``source == rank``.
+    """
+    if rank == source and window is None and not documents:
+        return [Tile(slice(0, local_length), slice(0, local_length), "causal")]
+    total = cp_size * local_length
+    half = local_length // 2
+    rows: list[Tile] = []
+    for q_index, queries in enumerate(sequence_chunks(total, cp_size, rank, "ring")):
+        seen, whole = [], not documents
+        for k_index, keys in enumerate(sequence_chunks(total, cp_size, source, "ring")):
+            nearest, farthest = queries[0] - keys[-1], queries[-1] - keys[0]
+            if farthest < 0 or (window is not None and nearest >= window):
+                continue
+            seen.append(k_index)
+            whole = whole and nearest >= 0 and (window is None or farthest < window)
+        if seen:
+            rows.append(
+                Tile(
+                    slice(q_index * half, (q_index + 1) * half),
+                    slice(seen[0] * half, (seen[-1] + 1) * half),
+                    "none" if whole else "positions",
+                )
+            )
+    if len(rows) == 2 and rows[0].keys == rows[1].keys and rows[0].mask == rows[1].mask:
+        return [Tile(slice(0, local_length), rows[0].keys, rows[0].mask)]
+    return rows
+
+
+class _Rotation:
+    """A tensor on its way to the next rank and its counterpart on the way from the previous one."""
+
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        # torch.empty, not empty_like: that keeps the strides of a permuted tensor. Both ends are kept until wait().
+        self.sent = tensor.contiguous()
+        self.received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self.works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, self.sent, group=group, group_peer=(rank + 1) % size),
+                dist.P2POp(dist.irecv, self.received, group=group, group_peer=(rank - 1) % size),
+            ]
+        )
+
+    def wait(self) -> torch.Tensor:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+class _TileMasks:
+    """Builds the additive mask of a tile, or None; masks are made when needed and never kept."""
+
+    def __init__(self, plan: RingPlan, documents: torch.Tensor | None, q_bhsd: torch.Tensor) -> None:
+        self.window, self.documents, self.dtype, self.device = plan.window, documents, q_bhsd.dtype, q_bhsd.device
+        self.rank, self.size = dist.get_rank(plan.group), dist.get_world_size(plan.group)
+        self.total = q_bhsd.shape[2] * self.size
+
+    def __call__(self, tile: Tile, source: int) -> torch.Tensor | None:
+        if tile.mask != "positions":
+            return None
+        q_positions, q_documents = self._shard(self.rank, tile.queries)
+        k_positions, k_documents = self._shard(source, tile.keys)
+        seen = masks.visible(q_positions, k_positions, self.window, q_documents, k_documents)
+        return masks.additive(seen, self.dtype)
+
+    def _shard(self, rank: int, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        chunks = sequence_chunks(self.total, self.size, rank, "ring")
+        held = masks.positions(chunks, self.device)[part]
+        if self.documents is None:
+            return held, None
+        return held, shard_sequence(self.documents, self.size, rank, "ring")[:, part]
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        documents: torch.Tensor | None,
+        plan: RingPlan,
+    ) -> torch.Tensor:
+        rank, size = dist.get_rank(plan.group), dist.get_world_size(plan.group)
+        mask_of = _TileMasks(plan, documents, q)
+        # Merged in float32 at least: cp blocks in bf16 would round cp times.
+        precise = torch.promote_types(q.dtype, torch.float32)
+        out = torch.empty(q.shape, dtype=precise, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=precise, device=q.device)
+        kv = torch.stack((k, v))
+        for step in range(size):
+            source = (rank - step) % size
+            coming = _Rotation(kv, plan.group) if step + 1 < size else None
+            for tile in tiles(size, rank, source, q.shape[2], plan.window, documents is not None):
+                rows = tile.queries
+                block_out, block_lse = block_forward(
+                    q[:, :, rows], kv[0][:, :, tile.keys], kv[1][:, :, tile.keys],
+                    causal=tile.mask == "causal", mask=mask_of(tile, source), scale=plan.scale,
+                )  # fmt: skip
+                if step == 0:
+                    out[:, :, rows], lse[:, :, rows] = block_out, block_lse
+                else:
+                    out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
+            if coming is not None:
+                kv = coming.wait()
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, *([] if documents is None else [documents]))
+        ctx.plan = plan
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:  # type: ignore[override]
+        q, k, v, out, lse, *rest = ctx.saved_tensors
+        plan: RingPlan = ctx.plan
+        documents = rest[0] if rest else None
+        rank, size = dist.get_rank(plan.group), dist.get_world_size(plan.group)
+        mask_of = _TileMasks(plan, documents, q)
+        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        kv = torch.stack((k, v))
+        travelling: _Rotation | None = None
+        for step in range(size):
+            source = (rank - step) % size
+            coming = _Rotation(kv, plan.group) if step + 1 < size else None
+            dkv = torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
+            for tile in tiles(size, rank, source, q.shape[2], plan.window, documents is not None):
+                rows, keys = tile.queries, tile.keys
+                block_dq, block_dk, block_dv = block_backward(
+                    dout[:, :, rows], q[:, :, rows], kv[0][:, :, keys], kv[1][:, :, keys],
+                    out[:, :, rows], lse[:, :, rows],
+                    causal=tile.mask == "causal", mask=mask_of(tile, source), scale=plan.scale,
+                )  # fmt: skip
+                dq[:, :, rows] += block_dq
+                dkv[0][:, :, keys] += block_dk
+                dkv[1][:, :, keys] += block_dv
+            # The gradients of source's keys arrive from the rank that held them before, and go on with our share: their
+            # transfer hides behind the next step's block. After the last hop they are home.
+            if travelling is not None:
+                dkv += travelling.wait()
+            travelling = _Rotation(dkv, plan.group)
+            if coming is not None:
+                kv = coming.wait()
+        assert travelling is not None
+        dk, dv = travelling.wait().to(k.dtype)
+        return dq.to(q.dtype), dk, dv, None, None
