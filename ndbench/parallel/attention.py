@@ -106,6 +106,7 @@ def ndbench_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     is_causal: bool | None = None,
     document_ids: torch.Tensor | None = None,
     **kwargs: Any,
@@ -115,16 +116,19 @@ def ndbench_attention(
     query is [b, heads, s, d], key and value [b, kv heads, s, d]; s is the rank's shard of the sequence. A query sees
     the last ``sliding_window`` tokens, itself included, and only tokens with its own id in ``document_ids``:
     [b, sequence] ids of the *whole* sequence in natural order on every rank (pass them to the model's forward, which
-    hands them through). Returns ([b, s, heads, d] contiguous, None).
+    hands them through). ``softcap`` bounds the scores to ±softcap by tanh; the ring has no kernel for it. Returns
+    ([b, s, heads, d] contiguous, None).
 
-    Raises ``ValueError`` naming any keyword that changes attention and is not implemented here (softcap, sinks,
-    dropout, position bias, an explicit mask, a cache), and when shapes do not fit together.
+    Raises ``ValueError`` naming any keyword that changes attention and is not implemented here (sinks, dropout,
+    position bias, an explicit mask, a cache; softcap under the ring), and when shapes do not fit together.
     """
     layer = type(module).__name__
     context: AttentionContext | None = getattr(module, _CONTEXT, None)
     if context is None:
         raise ValueError(f"{layer} was not configured: call attention.configure(model, ...) first")
+    ring = context.group is not None and context.method == "ring"
     kwargs.update(attention_mask=attention_mask, dropout=dropout, non_causal=is_causal is False)
+    kwargs["softcap under cp_method"] = "ring" if ring and softcap is not None else None
     _refuse_keywords(kwargs, layer)
     cp_size = 1 if context.group is None else dist.get_world_size(context.group)
     sequence = query.shape[2] * cp_size
@@ -135,14 +139,15 @@ def ndbench_attention(
     window = sliding_window if sliding_window is not None and sliding_window < sequence else None
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
 
+    def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return whole_attention(q, k, v, scale, window, document_ids, softcap)
+
     if context.group is None:
-        out = whole_attention(query, key, value, scale, window, document_ids)
-    elif context.method == "ring":
+        out = whole(query, key, value)
+    elif ring:
         out = _ring(query, key, value, RingPlan(context.group, scale, window), document_ids)
     else:
-        out = ulysses_attention(
-            query, key, value, context.group, lambda q, k, v: whole_attention(q, k, v, scale, window, document_ids)
-        )
+        out = ulysses_attention(query, key, value, context.group, whole)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -153,10 +158,14 @@ def whole_attention(
     scale: float,
     window: int | None = None,
     documents: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention when the whole sequence is here, by PyTorch's own dispatch; [b, heads, s, d] in and out."""
+    """Causal attention when the whole sequence is here, by PyTorch's own dispatch; [b, heads, s, d] in and out.
+
+    With ``softcap`` the scores are stored, s x s of each head: no fused kernel of PyTorch has it.
+    """
     heads, kv_heads = q_bhsd.shape[1], k_bhsd.shape[1]
-    if window is None and documents is None:
+    if window is None and documents is None and softcap is None:
         return F.scaled_dot_product_attention(
             q_bhsd, k_bhsd, v_bhsd, is_causal=True, scale=scale, enable_gqa=heads != kv_heads
         )
@@ -165,7 +174,11 @@ def whole_attention(
     if heads != kv_heads:
         # With a mask and grouped heads at once CUDA would fall back to the kernel that stores all scores.
         k_bhsd, v_bhsd = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k_bhsd, v_bhsd))
-    return F.scaled_dot_product_attention(q_bhsd, k_bhsd, v_bhsd, attn_mask=seen, scale=scale)
+    if softcap is None:
+        return F.scaled_dot_product_attention(q_bhsd, k_bhsd, v_bhsd, attn_mask=seen, scale=scale)
+    scores = torch.tanh(q_bhsd @ k_bhsd.transpose(2, 3) * (scale / softcap)) * softcap
+    weights = F.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    return weights.to(v_bhsd.dtype) @ v_bhsd
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

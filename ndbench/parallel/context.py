@@ -76,16 +76,20 @@ def refuse_context(
     num_key_value_heads: int,
     tp_size: int = 1,
     sequence_parallel: bool = False,
+    softcap: bool = False,
 ) -> list[str]:
     """What does not fit, one line each with the numbers; empty when the layout is valid.
 
     ``tp_size`` is the number of ranks the attention heads are sharded over: 1 where the plan replicates attention.
+    ``softcap`` says that the model bounds its attention scores (Gemma 2).
     """
     if method not in METHODS:
         return [f"cp_method is '{method}', known methods are {', '.join(METHODS)}"]
     if cp_size == 1:
         return []
     reasons = []
+    if softcap and method == "ring":
+        reasons.append(f"attention softcap is not implemented under cp_method=ring (cp {cp_size}); ulysses has it")
     parts = cp_size * (2 if method == "ring" else 1)
     if sequence_parallel:
         # A shard of sequence/cp tokens is split once more over tp.
