@@ -1,0 +1,68 @@
+"""Every use of torch that is not public API, in one place; a test names the torch versions it was read in.
+
+Nothing outside ``measure/`` may import this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupName
+
+
+def busy_kernel(cycles: int) -> None:
+    """Queue a kernel that keeps one multiprocessor of the current CUDA stream busy for ``cycles`` clock cycles."""
+    torch.cuda._sleep(int(cycles))  # type: ignore[no-untyped-call]
+
+
+def cuda_event() -> torch.cuda.Event:
+    """A timing event, already recorded on the current stream."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def group_name(value: Any) -> str:
+    """Name of a process group as it stands in an operator's arguments: a name, a ProcessGroup or its script object."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, torch.ScriptObject):
+        value = dist.ProcessGroup.unbox(value)
+    return str(value.group_name)
+
+
+def group_size(name: str) -> int:
+    """Number of ranks of the process group called ``name``."""
+    return int(torch._C._distributed_c10d._resolve_process_group(GroupName(name)).size())
+
+
+def group_rank(name: str) -> int:
+    """This rank's index in the process group called ``name``."""
+    return int(torch._C._distributed_c10d._resolve_process_group(GroupName(name)).rank())
+
+
+def patch_storage_resize(after: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
+    """Call ``after(storage)`` whenever a storage is resized in Python, which no dispatch mode sees.
+
+    FSDP2 frees a gathered parameter by resizing its storage to zero. Returns the function that undoes the patch.
+    """
+    original = torch.UntypedStorage.resize_
+
+    def resize(self: torch.UntypedStorage, size: int) -> Any:
+        result = original(self, size)
+        after(self)
+        return result
+
+    inherited = "resize_" not in vars(torch.UntypedStorage)
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+
+    def undo() -> None:
+        if inherited:
+            del torch.UntypedStorage.resize_
+        else:
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+    return undo

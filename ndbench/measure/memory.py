@@ -1,0 +1,183 @@
+"""Peak memory of one rank: the CUDA allocator's counters, the device's, the process's, and a tracked peak for CPU.
+
+The tracked peak is a dispatch mode that counts the bytes of every live tensor storage once. It is exact and the same
+on every machine, which the resident set of a process is not; it costs time, so it is used for one instrumented step.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import psutil
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ndbench.measure._torch_private import patch_storage_resize
+
+
+class MemoryMeter:
+    """Peaks of one rank since the last ``reset()``, in bytes; None where the device has no such counter."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._process = psutil.Process()
+
+    def reset(self) -> None:
+        """Start a new peak, after warm-up: the peak of a step, not of building the model."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def reading(self) -> dict[str, int | None]:
+        """``allocated``, ``reserved``: the caching allocator's peaks (the first is the one to trust: it counts live
+        tensors; the second also what the allocator keeps). ``device_used``: what the whole device has in use now, NCCL,
+        the CUDA context and other processes included. ``rss``: this process's resident set now.
+        """
+        reading: dict[str, int | None] = {
+            "allocated": None,
+            "reserved": None,
+            "device_used": None,
+            "rss": int(self._process.memory_info().rss),
+        }
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            reading["allocated"] = int(torch.cuda.max_memory_allocated(self._device))
+            reading["reserved"] = int(torch.cuda.max_memory_reserved(self._device))
+            reading["device_used"] = int(total - free)
+        return reading
+
+
+class TrackedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Peak bytes of live tensor storages, each counted once, while the context is active.
+
+    ``roots`` are tensors that exist before (parameters, optimizer state, a batch), or modules and optimizers that hold
+    them; tensors that an operator only reads are counted from then on. Storages that Python resizes (FSDP2 frees and
+    refills its gathered parameters so) are followed. Memory inside an operator's kernel is not seen.
+
+    Python's cyclic garbage collector is off inside, so that the same step gives the same bytes.
+    """
+
+    def __init__(self, roots: Iterable[Any] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._roots = list(roots)
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._lock = threading.RLock()  # communication threads drop tensors too
+        self._current = 0
+        self._peak = 0
+
+    @property
+    def current_bytes(self) -> int:
+        """Bytes of the tracked storages that are alive now."""
+        return self._current
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at once since the context was entered."""
+        return self._peak
+
+    def __enter__(self) -> TrackedMemory:
+        gc.collect()
+        self._gc_was_on = gc.isenabled()
+        gc.disable()
+        for tensor in _tensors(self._roots):
+            self._see(tensor)
+        self._roots = []
+        self._peak = self._current
+        self._undo_patch = patch_storage_resize(self._resized)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._undo_patch()
+        if self._gc_was_on:
+            gc.enable()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(_is_dtensor(kind) for kind in types):
+            return NotImplemented  # DTensor then runs on its local tensors, which come here one by one
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+            for inner in _inner_tensors(tensor):
+                self._see(inner)
+            return
+        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        with self._lock:
+            known = self._live.get(key)
+            if known is not None and known[0]() is not None:
+                if known[1] != storage.nbytes():
+                    self._resized(storage)
+                return
+            if known is not None:
+                self._current -= known[1]
+            size = storage.nbytes()
+            self._live[key] = (weakref.ref(storage, partial(self._freed, key)), size)
+            self._add(size)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        with self._lock:
+            known = self._live.get(storage._cdata)
+            if known is None or known[0]() is None:
+                return
+            size = storage.nbytes()
+            self._live[storage._cdata] = (known[0], size)
+            self._add(size - known[1])
+
+    def _freed(self, key: int, gone: Any) -> None:
+        with self._lock:
+            known = self._live.get(key)
+            if known is not None and known[0] is gone:
+                del self._live[key]
+                self._current -= known[1]
+
+    def _add(self, size: int) -> None:
+        self._current += size
+        self._peak = max(self._peak, self._current)
+
+
+def _is_dtensor(kind: type) -> bool:
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
+
+
+def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a wrapper (DTensor, asynchronous collective result) holds."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return []
+    names, _ = flatten()
+    return [getattr(tensor, name) for name in names]
+
+
+def _tensors(roots: Iterable[Any]) -> list[torch.Tensor]:
+    """Tensors held by modules (parameters, gradients, buffers), optimizers (state) and nested containers."""
+    found: list[torch.Tensor] = []
+    for root in roots:
+        if isinstance(root, torch.nn.Module):
+            found += list(root.parameters()) + list(root.buffers())
+        elif isinstance(root, torch.optim.Optimizer):
+            found += [leaf for leaf in tree_leaves(list(root.state.values())) if isinstance(leaf, torch.Tensor)]
+            found += [parameter for group in root.param_groups for parameter in group["params"]]
+        else:
+            found += [leaf for leaf in tree_leaves(root) if isinstance(leaf, torch.Tensor)]
+    return found + [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
+
+
+def all_live_tensors() -> list[torch.Tensor]:
+    """Every tensor that Python's garbage collector knows: roots for an engine whose parts we cannot see."""
+    gc.collect()
+    return [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
