@@ -1,0 +1,119 @@
+"""``engine=command``: measure a user's own training script, unchanged but for one JSON line a step.
+
+Each rank starts the script as a process of its own with torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR, MASTER_PORT) and reads its standard output. A line is a step when it is a JSON object with a ``loss``;
+every other line goes to the rank's log. Keys: ``loss`` (required), ``grad_norm``, ``tokens`` (loss-bearing tokens of the
+global batch; both optional). The script runs freely; a step ends when its line arrives, by the harness's clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ndbench.engines.protocol import Batch, StepResult
+
+if TYPE_CHECKING:
+    from ndbench.config import Cell
+    from ndbench.parallel.mesh import Mesh
+
+
+class CommandEngine:
+    """One child process a rank; see the module's docstring for what it prints."""
+
+    in_process = False
+    """The harness cannot record collectives or plant a slowdown inside another process."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._steps = 0
+
+    def refuse(self, cell: Cell) -> str | None:
+        command = cell.config.engine.command
+        if not command:
+            return "engine=command needs engine.command='python my_script.py …'"
+        try:
+            words = shlex.split(command)
+        except ValueError as error:
+            return f"engine.command {command!r} cannot be split into words: {error}"
+        if shutil.which(words[0]) is None:
+            return f"engine.command: there is no program '{words[0]}' on the PATH"
+        script = next((word for word in words[1:] if word.endswith(".py")), None)
+        if script is not None and not os.path.exists(script):
+            return f"engine.command: there is no file '{script}' in {os.getcwd()}"
+        if cell.config.measure.handicap:
+            return f"measure.handicap={cell.config.measure.handicap} cannot slow down another process"
+        return None
+
+    def setup(self, cell: Cell, mesh: Mesh) -> None:
+        command = cell.config.engine.command
+        assert command is not None, "refused before start otherwise"
+        words = shlex.split(command)
+        if words[0] in ("python", "python3"):
+            words[0] = sys.executable  # the interpreter whose packages are measured
+        training = cell.config.training
+        environment = os.environ | {
+            "PYTHONUNBUFFERED": "1",
+            "NDBENCH_STEPS": str(training.steps),
+            "NDBENCH_GLOBAL_BATCH_SIZE": str(training.global_batch_size),
+            "NDBENCH_SEQUENCE_LENGTH": str(training.sequence_length),
+        }
+        # stderr is the rank's log already; a child dies with its rank, whatever ends the rank
+        wrapped = [sys.executable, "-m", "ndbench.run.child", *words]
+        self._process = subprocess.Popen(wrapped, stdout=subprocess.PIPE, text=True, env=environment)
+
+    def step(self, batch: Batch) -> StepResult:
+        del batch  # the script reads its own data
+        process = self._process
+        assert process is not None, "setup comes first"
+        assert process.stdout is not None, "opened as a pipe"
+        for line in process.stdout:
+            values = _step_line(line)
+            if values is None:
+                sys.stderr.write(line)
+                continue
+            self._steps += 1
+            return StepResult(values["loss"], values.get("grad_norm"), values.get("tokens"))
+        code = process.wait()
+        raise RuntimeError(
+            f"the script ended with exit code {code} after {self._steps} step lines; "
+            "it must print one JSON object with a 'loss' for each of NDBENCH_STEPS steps"
+        )
+
+    def info(self) -> dict[str, Any]:
+        assert self._process is not None, "setup comes first"
+        return {"command": self._process.args, "step_lines": self._steps}
+
+    def close(self) -> None:
+        if self._process is None:
+            return
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        finally:
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+
+
+def _step_line(line: str) -> dict[str, Any] | None:
+    """The step in a line of output, or None. Raises ``ValueError`` for a step whose numbers are not numbers."""
+    if not line.lstrip().startswith("{"):
+        return None
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(values, dict) or "loss" not in values:
+        return None
+    for key in ("loss", "grad_norm", "tokens"):
+        value = values.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"the script's step line has {key} = {value!r}, which is not a number")
+    return values

@@ -1,0 +1,203 @@
+"""Start the ranks of one repeat through torch elastic, wait with a limit, and say what became of them.
+
+Ranks come from a fork server that has torch and the model's code loaded: importing them costs seconds a process. The
+parent never touches an accelerator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import psutil
+
+from ndbench.run.process import tail
+from ndbench.run.task import RankReport, Task
+
+STACKS_WAIT = 2.0
+"""Seconds between asking hung ranks for their stacks and killing them."""
+
+
+@dataclass
+class LaunchResult:
+    outcome: str
+    reason: str | None = None
+    reports: list[RankReport] = field(default_factory=list)
+    """In rank order; only those ranks that wrote one."""
+    log_tail: str | None = None
+
+
+class Interrupted(Exception):
+    """A signal ended the launch: the repeat in flight is lost, the run can be resumed."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+def start_fork_server(model_types: set[str], start_method: str) -> None:
+    """Have the fork server load torch, the engine and the models' code once, before the first rank is forked."""
+    if start_method != "forkserver":
+        return
+    from multiprocessing import forkserver
+
+    models = [f"transformers.models.{name}.modeling_{name}" for name in sorted(model_types)]
+    multiprocessing.set_forkserver_preload([*models, "ndbench.run.preload"])
+    # torch reads this once, when its thread pools are made; the worker raises it where there are cores to spare
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    forkserver.ensure_running()
+
+
+def launch(task: Task, world_size: int, timeout: float, start_method: str) -> LaunchResult:
+    """Run the ranks of ``task`` to their end or to ``timeout`` seconds. Raises :class:`Interrupted` on a signal."""
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from ndbench.run.worker import run_rank
+
+    scratch = task.folder / "elastic"
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world_size,
+        run_id=f"{task.cell.name}.r{task.repeat}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,  # a retry would hide a fault
+        monitor_interval=0.05,
+        start_method=start_method,
+        logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
+    )
+    failure: ChildFailedError | None = None
+    with _quiet_elastic(), _own_signal_handlers(), _Watchdog(timeout) as watchdog:
+        try:
+            elastic_launch(config, run_rank)(str(task.path))
+        except ChildFailedError as error:
+            failure = error
+        except SignalException as error:
+            raise Interrupted(int(error.sigval)) from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    reports = [RankReport.load(path) for rank in range(world_size) if (path := task.report_path(rank)).is_file()]
+    return _result(task, world_size, timeout, watchdog.expired, failure, reports)
+
+
+def _result(
+    task: Task, world_size: int, timeout: float, expired: bool, failure: Exception | None, reports: list[RankReport]
+) -> LaunchResult:
+    if failure is None and not expired:
+        missing = world_size - len(reports)
+        assert missing == 0, f"{missing} ranks ended well without a report"
+        return LaunchResult("ok", reports=reports)
+    blamed = next((report for report in reports if report.outcome == "oom"), None)
+    blamed = blamed or next((report for report in reports if report.outcome == "failed"), None)
+    if blamed is not None and not expired:
+        reason = f"rank {blamed.rank}: {blamed.reason}"
+        return LaunchResult(blamed.outcome, reason, reports, tail(task.log_path(blamed.rank)))
+    if expired:
+        log = tail(task.log_path(0), lines=60)
+        reason = f"no end after {timeout:g} s; the stack of every rank is in {task.log_path(0).parent}"
+        return LaunchResult("timeout", reason, reports, log)
+    rank, how = _how_it_died(failure)
+    return LaunchResult("failed", f"rank {rank} {how}", reports, tail(task.log_path(rank)))
+
+
+def _how_it_died(failure: Exception | None) -> tuple[int, str]:
+    failures = getattr(failure, "failures", {})
+    if not failures:
+        return 0, f"could not be started: {failure}"
+    first = min(failures.values(), key=lambda entry: entry.timestamp)
+    code = first.exitcode
+    if code < 0:
+        return first.local_rank, f"was killed by {signal.Signals(-code).name}"
+    return first.local_rank, f"ended with exit code {code}"
+
+
+def ranks_of_this_process() -> list[psutil.Process]:
+    """Live processes forked for ranks, and what they started: everything below us but our own direct helpers."""
+    try:
+        me = psutil.Process()
+        direct = {child.pid for child in me.children()}
+        return [child for child in me.children(recursive=True) if child.pid not in direct]
+    except psutil.Error:
+        return []
+
+
+class _Watchdog:
+    """Kills the ranks when a launch outlasts its limit, after they have written their Python stacks to their logs."""
+
+    def __init__(self, timeout: float) -> None:
+        self.expired = False
+        self._timeout = timeout
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="ndbench-watchdog")
+
+    def __enter__(self) -> _Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        if self._done.wait(self._timeout):
+            return
+        self.expired = True
+        for rank in ranks_of_this_process():
+            # a rank registers for SIGUSR1 before it does anything else; one that has not yet done so has no stack to show
+            with contextlib.suppress(psutil.Error):
+                rank.send_signal(signal.SIGUSR1)
+        self._done.wait(STACKS_WAIT)
+        while not self._done.is_set():
+            for rank in ranks_of_this_process():
+                with contextlib.suppress(psutil.Error):
+                    rank.kill()
+            self._done.wait(0.2)
+
+
+@contextlib.contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Put back the handlers that torch elastic replaces while it runs and leaves replaced."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    saved = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    try:
+        yield
+    finally:
+        for number, handler in saved.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """Elastic logs every failure with a traceback of its own; what failed is in the record, so it stays quiet."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def kill_ranks(wait: float = 5.0) -> None:
+    """End every rank that is still there, for the way out after an error."""
+    ranks = ranks_of_this_process()
+    for rank in ranks:
+        with contextlib.suppress(psutil.Error):
+            rank.kill()
+    end = time.monotonic() + wait
+    while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks) and time.monotonic() < end:
+        time.sleep(0.05)

@@ -1,0 +1,11 @@
+"""Imported by the fork server: everything a rank needs, so that no rank pays for importing it.
+
+Nothing here may create a thread, a process group or a CUDA context: those do not survive the fork.
+"""
+
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+import torch.utils.flop_counter
+
+import ndbench.engines.bundled
+import ndbench.run.worker  # noqa: F401

@@ -1,0 +1,188 @@
+"""From what the ranks reported to the record of a repeat. Pure: no process, no file, no torch."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from ndbench.config import Cell
+from ndbench.measure import flops as flop_counts
+from ndbench.measure.timing import slowest, steady_from, throughput
+from ndbench.parallel.mesh import rank_grid
+from ndbench.results.schema import Record, metric, new_record, nonfinite_steps
+from ndbench.run.launch import LaunchResult
+from ndbench.run.task import RankReport
+
+
+def build_record(
+    *,
+    cell: Cell,
+    result: LaunchResult,
+    run: str,
+    repeat: int,
+    seed: int,
+    start: str,
+    end: str,
+    cell_version: str,
+    code: dict[str, Any],
+    fingerprint: dict[str, Any],
+) -> Record:
+    """The record of one repeat. An ``ok`` launch whose numbers contradict each other becomes ``invalid``, with why."""
+    outcome, reason = result.outcome, result.reason
+    measured: dict[str, Any] = {}
+    whole = [report for report in result.reports if report.seconds]
+    if len(whole) == cell.world_size:
+        measured = _measured(cell, whole)
+        if outcome == "ok":
+            contradiction = _contradiction(whole, measured)
+            if contradiction is not None:
+                outcome, reason = "invalid", contradiction
+    config = cell.parallelism
+    return new_record(
+        run=run,
+        suite=cell.suite,
+        cell=cell.to_dict(),
+        cell_id=cell.cell_id,
+        cell_version=cell_version,
+        repeat=repeat,
+        seed=seed,
+        start=start,
+        end=end,
+        outcome=outcome,
+        reason=reason,
+        log_tail=result.log_tail,
+        code=code,
+        fingerprint=fingerprint,
+        world={
+            "size": cell.world_size,
+            "degrees": config.sizes,
+            "layout": config.layout,
+            "rank_grid": rank_grid(config),
+        },
+        **measured,
+    )
+
+
+def _contradiction(reports: list[RankReport], measured: dict[str, Any]) -> str | None:
+    """Why these numbers cannot be trusted, or None."""
+    first = reports[0]
+    nonfinite = measured["steps"]["nonfinite"]
+    if nonfinite:
+        series = "loss" if first.loss[nonfinite[0]] is None else "gradient norm"
+        return f"{series} is not finite at step {nonfinite[0]} ({len(nonfinite)} of {len(first.loss)} steps)"
+    for report in reports[1:]:
+        for name in ("loss", "grad_norm"):
+            mine, theirs = getattr(first, name), getattr(report, name)
+            if mine != theirs and mine is not None and theirs is not None:
+                step = next(i for i, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
+                return (
+                    f"ranks 0 and {report.rank} disagree about {name} at step {step}: {mine[step]!r} and {theirs[step]!r}"
+                )
+    for report in reports:
+        for step, (counted, expected) in enumerate(zip(report.tokens or [], report.valid_tokens, strict=False)):
+            if counted is not None and counted != expected:
+                return f"the engine counted {counted} tokens at step {step}, the data has {expected}"
+    return None
+
+
+def _measured(cell: Cell, reports: list[RankReport]) -> dict[str, Any]:
+    first = reports[0]
+    seconds = slowest([report.seconds for report in reports])
+    steady = steady_from(seconds, cell.config.measure.warmup)
+    structures = [report.structure for report in reports if report.structure is not None]
+    structure = None
+    if structures:
+        peaks = [item["tracked_peak_bytes"] for item in structures if item["tracked_peak_bytes"] is not None]
+        structure = {**structures[0], "tracked_peak_bytes": max(peaks) if peaks else None}
+    memory = {
+        key: [None if report.memory is None else report.memory.get(source) for report in reports]
+        for key, source in (
+            ("allocated", "allocated"),
+            ("reserved", "reserved"),
+            ("device", "device_used"),
+            ("rss", "rss"),
+        )
+    }
+    steps = {
+        "seconds": seconds,
+        "loss": first.loss,
+        "grad_norm": first.grad_norm,
+        "nonfinite": nonfinite_steps(first.loss, first.grad_norm),
+        "first_timed": steady.first,
+        "steady": steady.steady,
+        "rank_medians": [statistics.median(report.seconds[steady.first :]) for report in reports],
+    }
+    yardstick = None
+    if first.yardstick_before is not None:
+        before = [report.yardstick_before for report in reports]
+        after = [report.yardstick_after for report in reports]
+        yardstick = {"before": _slowest_yardstick(before), "after": _slowest_yardstick(after)}
+    return {
+        "steps": steps,
+        "tokens": {"per_step": first.tokens_per_step, "valid": first.valid_tokens},
+        "data_hash": first.data_hash,
+        "memory": {key: values if any(value is not None for value in values) else None for key, values in memory.items()},
+        "structure": structure,
+        "yardstick": yardstick,
+        "compile_cache": first.compile_cache,
+        "engine": first.engine,
+        "metrics": _metrics(cell, reports, seconds[steady.first :], memory, structure),
+    }
+
+
+def _slowest_yardstick(values: list[dict[str, float] | None]) -> dict[str, float] | None:
+    """Each part's slowest rank; null when the ranks did not come that far."""
+    present = [value for value in values if value is not None]
+    return {key: max(value[key] for value in present) for key in present[0]} if present else None
+
+
+def _metrics(
+    cell: Cell,
+    reports: list[RankReport],
+    timed: list[float],
+    memory: dict[str, list[int | None]],
+    structure: dict[str, Any] | None,
+) -> dict[str, dict[str, Any]]:
+    first = reports[0]
+    config = cell.config
+    assert first.tokens_per_step is not None, "a whole report has it"
+    step_seconds = statistics.median(timed)
+    tokens_per_second = throughput(first.tokens_per_step, timed)
+    peaks = [value for value in memory["allocated"] if value is not None]
+    reserved = [value for value in memory["reserved"] if value is not None]
+    tracked = None if structure is None else structure["tracked_peak_bytes"]
+    peak: float | None = max(peaks) if peaks else tracked
+    no_peak = None if peak is not None else "tracked in the structure step of a cell's first repeat only"
+    metrics = {
+        "tokens_per_second": metric(tokens_per_second, "tokens/s", "higher"),
+        "tokens_per_second_per_device": metric(tokens_per_second / cell.world_size, "tokens/s", "higher"),
+        "step_seconds": metric(step_seconds, "s", "lower"),
+        "peak_allocated_bytes": metric(peak, "B", "lower", no_peak),
+        "peak_reserved_bytes": metric(
+            max(reserved) if reserved else None, "B", "lower", None if reserved else "CPU memory has no reserve"
+        ),
+        "rss_bytes": metric(max((value for value in memory["rss"] if value is not None), default=None), "B", "lower"),
+        "loss_last": metric(first.loss[-1], "nats/token", "none"),
+        "grad_norm_last": metric(
+            first.grad_norm[-1] if first.grad_norm else None,
+            "1",
+            "none",
+            None if first.grad_norm else "the engine reports no gradient norm",
+        ),
+        "compile_seconds": metric(
+            first.compile_seconds, "s", "lower", None if first.compile_seconds is not None else "nothing was compiled"
+        ),
+        "time_to_first_step_seconds": metric(first.time_to_first_step, "s", "lower"),
+    }
+    for convention in ("causal", "palm"):
+        metrics[f"mfu_{convention}"] = _mfu(cell, convention, step_seconds, config.training.precision)
+    return metrics
+
+
+def _mfu(cell: Cell, convention: str, step_seconds: float, precision: str) -> dict[str, Any]:
+    flops = flop_counts.step_flops(cell.config.model, cell.config.training, convention)
+    if flops is None:
+        return metric(None, "1", "higher", "the model's shape is not known, so its FLOPs are not")
+    per_device = flops / step_seconds / cell.world_size
+    value, reason = flop_counts.mfu(per_device, cell.config.hardware, precision)
+    return metric(value, "1", "higher", reason)

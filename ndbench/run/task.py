@@ -1,0 +1,94 @@
+"""The frozen description of one repeat, as the runner hands it to the ranks, and what each rank hands back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ndbench.config import Cell, cell_from_dict
+from ndbench.results.store import read_json, write_json
+
+
+@dataclass(frozen=True)
+class Task:
+    cell: Cell
+    repeat: int
+    seed: int
+    structure: bool
+    """Record collectives, FLOPs and tracked memory from one extra step."""
+    handicap: float
+    """Times its own duration that each step burns again."""
+    folder: Path
+    """Where the ranks write: the task itself, one report and one log a rank, the step counter."""
+    started: float = 0.0
+    """``time.time()`` of the launch, for the time to the first step."""
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "task.json"
+
+    def report_path(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.json"
+
+    def log_path(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
+
+    @property
+    def counter_path(self) -> Path:
+        return self.folder / "step"
+
+    def save(self) -> None:
+        write_json(
+            self.path,
+            {
+                "cell": self.cell.to_dict(),
+                "repeat": self.repeat,
+                "seed": self.seed,
+                "structure": self.structure,
+                "handicap": self.handicap,
+                "folder": str(self.folder),
+                "started": self.started,
+            },
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> Task:
+        values = read_json(path)
+        values["cell"] = cell_from_dict(values["cell"])
+        values["folder"] = Path(values["folder"])
+        return cls(**values)
+
+
+@dataclass
+class RankReport:
+    """What one rank measured; fields are null when it did not come that far. Non-finite numbers are stored as null."""
+
+    rank: int
+    outcome: str = "failed"
+    reason: str | None = None
+    seconds: list[float] = field(default_factory=list)
+    loss: list[float | None] = field(default_factory=list)
+    grad_norm: list[float | None] | None = None
+    tokens: list[int | None] | None = None
+    """Valid tokens of each step as the engine counted them."""
+    valid_tokens: list[int] = field(default_factory=list)
+    """The same as the data says."""
+    tokens_per_step: int | None = None
+    data_hash: str | None = None
+    time_to_first_step: float | None = None
+    memory: dict[str, int | None] | None = None
+    structure: dict[str, Any] | None = None
+    yardstick_before: dict[str, float] | None = None
+    yardstick_after: dict[str, float] | None = None
+    compile_seconds: float | None = None
+    compile_cache: str = "off"
+    engine: dict[str, Any] = field(default_factory=dict)
+    throttled: str | None = None
+
+    def save(self, path: Path) -> None:
+        write_json(path, asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> RankReport:
+        return cls(**read_json(path))

@@ -1,0 +1,187 @@
+"""One rank of one repeat: set the process up, let the engine take its steps, measure, write a report.
+
+The worker gets a frozen task file and is no Hydra application. It does not decide anything: outcomes are told by
+exception type here, everything else is the parent's. Inside the timed window nothing logs, synchronises or writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ndbench.config import Cell
+from ndbench.engines.protocol import Batch, Engine, StepResult, load_engine
+from ndbench.measure.collectives import CollectiveRecorder
+from ndbench.measure.memory import MemoryMeter, TrackedMemory
+from ndbench.measure.timing import Handicap, StepClock
+from ndbench.measure.yardstick import run_yardstick
+from ndbench.parallel.mesh import Mesh, build_mesh
+from ndbench.results.schema import finite_or_null
+from ndbench.run import compiling
+from ndbench.run.process import die_with_parent, log_to
+from ndbench.run.progress import StepCounter
+from ndbench.run.task import RankReport, Task
+from ndbench.training.data import Dataset, build_dataset
+
+STEADY_PEAK_FROM = 2
+"""The peak of memory is taken from this step on: before it the optimizer's state does not exist yet."""
+
+
+def run_rank(task_path: str) -> str:
+    """Entry point of a rank, started by torch elastic. Returns the outcome; the report lies in the task's folder."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; ending the ranks is the agent's part
+    rank = int(os.environ["RANK"])
+    task = Task.load(Path(task_path))
+    log_to(task.log_path(rank))
+    report = RankReport(rank=rank)
+    try:
+        measure(task, rank, report)
+        report.outcome = "ok"
+    except torch.OutOfMemoryError as error:
+        report.outcome, report.reason = "oom", str(error).splitlines()[0]
+        traceback.print_exc()
+    except Exception as error:
+        report.outcome, report.reason = "failed", _one_line(error)
+        traceback.print_exc()
+    report.save(task.report_path(rank))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if report.outcome != "ok":
+        # The other ranks wait in a collective for this one; a normal exit would wait for them too.
+        os._exit(1)
+    return report.outcome
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:600]
+
+
+def measure(task: Task, rank: int, report: RankReport) -> None:
+    """Fill ``report``, which keeps what was measured when a later part raises."""
+    cell = task.cell
+    device = _prepare_device(cell)
+    _init_process_group(cell, rank, device)
+    mesh = build_mesh(cell.parallelism, device.type)
+    dataset = build_dataset(cell.config)
+    torch.manual_seed(task.seed)
+    engine = load_engine(cell.config.engine.name, cell.config.engine.target)
+    try:
+        engine.setup(cell, mesh)
+        report.tokens_per_step = dataset.tokens_per_step
+        report.data_hash = dataset.content_hash if rank == 0 else None
+        if cell.config.measure.yardstick:
+            report.yardstick_before = run_yardstick(device)
+        _timed_steps(task, engine, dataset, mesh, device, report)
+        if task.structure and getattr(engine, "in_process", True):
+            report.structure = _structure_step(task, engine, dataset, mesh, device)
+        if cell.config.measure.yardstick:
+            report.yardstick_after = run_yardstick(device)
+        if hasattr(engine, "info"):
+            report.engine = engine.info()
+    finally:
+        engine.close()
+    dist.destroy_process_group()
+
+
+def _prepare_device(cell: Cell) -> torch.device:
+    threads = cell.config.launcher.omp_num_threads or max(1, (os.cpu_count() or 1) // cell.world_size)
+    torch.set_num_threads(threads)
+    if cell.config.hardware.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device(cell.config.hardware.device, int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _init_process_group(cell: Cell, rank: int, device: torch.device) -> None:
+    # A prefix of its own: a user's script started by the command engine makes its default group on the same store.
+    store: dist.Store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "nccl",
+        store=dist.PrefixStore("ndbench", store),
+        rank=rank,
+        world_size=cell.world_size,
+        timeout=datetime.timedelta(seconds=cell.config.measure.timeout),
+        device_id=None if device.type == "cpu" else device,
+    )
+
+
+def _batches(task: Task, dataset: Dataset, mesh: Mesh, device: torch.device, first: int, count: int) -> list[Batch]:
+    return [dataset.batch(step, mesh.batch_rank, mesh.batch_size, device) for step in range(first, first + count)]
+
+
+def _timed_steps(
+    task: Task, engine: Engine, dataset: Dataset, mesh: Mesh, device: torch.device, report: RankReport
+) -> None:
+    steps = task.cell.config.training.steps
+    batches = _batches(task, dataset, mesh, device, 0, steps)
+    report.valid_tokens = [dataset.valid_tokens(step) for step in range(steps)]
+    counter = StepCounter(task.counter_path) if report.rank == 0 else None
+    handicap = Handicap(task.handicap, device) if task.handicap else None
+    meter, clock, results = MemoryMeter(device), StepClock(device.type), list[StepResult]()
+    dist.barrier()
+    meter.reset()
+    clock.start()
+    for step, batch in enumerate(batches):
+        began = time.perf_counter()
+        results.append(engine.step(batch))
+        if handicap is not None:
+            handicap.after_step(time.perf_counter() - began)
+        clock.tick()
+        if counter is not None:
+            counter.set(step)
+        if step == 0:
+            _synchronize(device)
+            report.time_to_first_step = time.time() - task.started
+        if step + 1 == min(STEADY_PEAK_FROM, steps - 1):
+            meter.reset()
+    report.seconds = clock.seconds()
+    report.memory = meter.reading()
+    report.loss = finite_or_null([float(result.loss) for result in results])
+    norms = [result.grad_norm for result in results]
+    report.grad_norm = None if norms[0] is None else finite_or_null([float(norm) for norm in norms if norm is not None])
+    report.tokens = [None if result.tokens is None else int(result.tokens) for result in results]
+    report.compile_seconds, report.compile_cache = compiling.compile_time(task.cell.config.training.compile)
+
+
+def _structure_step(
+    task: Task, engine: Engine, dataset: Dataset, mesh: Mesh, device: torch.device
+) -> dict[str, Any]:
+    """Collectives, FLOPs and (on CPU) the tracked peak of one more step, outside the timed window."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    (batch,) = _batches(task, dataset, mesh, device, task.cell.config.training.steps, 1)
+    model = getattr(engine, "model", None)
+    collectives = CollectiveRecorder(mesh.axis_of_group, model)
+    flops = FlopCounterMode(display=False)
+    tracked = TrackedMemory([engine, batch]) if device.type == "cpu" else None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(compiling.eager_step())
+        if tracked is not None:
+            stack.enter_context(tracked)
+        stack.enter_context(flops)
+        stack.enter_context(collectives)
+        engine.step(batch)
+    return {
+        "collectives": collectives.table(),
+        "flops": flops.get_total_flops(),
+        "tracked_peak_bytes": None if tracked is None else tracked.peak,
+        **compiling.counters(),
+    }
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
