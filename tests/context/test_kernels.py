@@ -13,7 +13,7 @@ TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2e-2}
 
 
 def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def _full(

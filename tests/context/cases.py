@@ -1,0 +1,216 @@
+"""What ranks run in the context-parallel tests: one attention call, or one step of a small model, against no CP.
+
+Errors come back as sums of squares, so that a test can state one number over all ranks: ||actual - expected|| /
+||expected|| (Frobenius) of the output and of the gradients of q, k and v.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ndbench.parallel import attention, masks, ring, ulysses
+from ndbench.parallel.context import shard_sequence
+
+NAMES = ("out", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem. ``documents`` gives the lengths of the documents of each sequence of the batch."""
+
+    method: str
+    heads: int = 8
+    kv_heads: int = 2
+    length: int = 64
+    head_dim: int = 16
+    batch: int = 2
+    window: int | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
+    dtype: torch.dtype = torch.float32
+    explicit_reference: bool = True
+    """Reference from written-out scores in float64; False: from PyTorch's fused kernel in float64 (long sequences)."""
+    fault: str | None = None
+    """Name of a planted bug, see :func:`planted`."""
+
+
+class _Layer(torch.nn.Module):
+    is_causal = True
+
+
+def attention_errors(case: Case) -> dict[str, tuple[float, float]]:
+    """(squared error, squared norm) of this rank's shard of the output and of each gradient."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    q, k, v, dout = inputs(case)
+    documents = document_ids(case.documents)
+    expected = _reference(case, q, k, v, dout, documents)
+    layer = _Layer()
+    attention.configure(layer, dist.group.WORLD, case.method)
+    with planted(case.fault) as change:
+        # A fault of the caller: the shards are cut for the other method.
+        cut = {"ring": "ulysses", "ulysses": "ring"}[case.method] if "cut" in change else case.method
+        mine = [shard_sequence(x, size, rank, cut, dim=2).requires_grad_() for x in (q, k, v)]
+        out, _ = attention.ndbench_attention(
+            layer,
+            *mine,
+            scaling=None if "scale" in change else 0.3,
+            sliding_window=None if "window" in change else case.window,
+            document_ids=None if "documents" in change else documents,
+        )
+        out.backward(shard_sequence(dout, size, rank, cut, dim=2).transpose(1, 2))
+    actual = [out.detach().transpose(1, 2), *(x.grad for x in mine)]
+    errors = {}
+    for name, a, whole in zip(NAMES, actual, expected, strict=True):
+        assert a is not None
+        assert a.dtype == case.dtype
+        e = shard_sequence(whole, size, rank, cut, dim=2).double()
+        errors[name] = ((a.double() - e).square().sum().item(), e.square().sum().item())
+    return errors
+
+
+def inputs(case: Case) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(case.batch, heads, case.length, case.head_dim, generator=generator).to(case.dtype)
+        for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    ]
+
+
+def document_ids(documents: tuple[tuple[int, ...], ...] | None) -> torch.Tensor | None:
+    if documents is None:
+        return None
+    return torch.stack(
+        [torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)) for lengths in documents]
+    )
+
+
+def _reference(
+    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, documents: torch.Tensor | None
+) -> list[torch.Tensor]:
+    wide = [x.double().clone().requires_grad_() for x in (q, k, v)]
+    if case.explicit_reference:
+        tokens = torch.arange(case.length)
+        distance = tokens[:, None] - tokens[None, :]
+        hidden = (distance < 0)[None]
+        if case.window is not None:
+            hidden = hidden | (distance >= case.window)
+        if documents is not None:
+            hidden = hidden | (documents[:, :, None] != documents[:, None, :])
+        group = case.heads // case.kv_heads
+        scores = wide[0] @ wide[1].repeat_interleave(group, 1).transpose(2, 3) * 0.3
+        scores = scores.masked_fill(hidden[:, None], float("-inf"))
+        out = scores.softmax(-1) @ wide[2].repeat_interleave(group, 1)
+    else:
+        assert documents is None
+        assert case.window is None
+        out = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True, scale=0.3, enable_gqa=True)
+    out.backward(dout.double())
+    return [out.detach(), *(x.grad for x in wide if x.grad is not None)]
+
+
+class _CountSent(TorchDispatchMode):
+    """Bytes that leave this rank, by kind of operation."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.world_size = world_size
+        self.sent: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name == "c10d.send.default":
+            self._add("send", sum(x.numel() * x.element_size() for x in args[0]))
+        elif name == "_c10d_functional.all_to_all_single.default":
+            whole = args[0].numel() * args[0].element_size()
+            self._add("all_to_all", whole // self.world_size * (self.world_size - 1))
+        elif name.startswith(("c10d.", "_c10d_functional.")) and not name.startswith(
+            ("c10d.recv", "_c10d_functional.wait", "_c10d_functional._wrap")
+        ):
+            self._add(name, 1)
+        return func(*args, **(kwargs or {}))
+
+    def _add(self, kind: str, count: int) -> None:
+        self.sent[kind] = self.sent.get(kind, 0) + count
+
+
+def bytes_sent(case: Case) -> dict[str, dict[str, int]]:
+    """What this rank puts on the wire in forward and in backward."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    q, k, v, dout = (shard_sequence(x, size, rank, case.method, dim=2) for x in inputs(case))
+    layer = _Layer()
+    attention.configure(layer, dist.group.WORLD, case.method)
+    with _CountSent(size) as forward:
+        out, _ = attention.ndbench_attention(layer, *(x.requires_grad_() for x in (q, k, v)))
+    with _CountSent(size) as backward:
+        out.backward(dout.transpose(1, 2))
+    return {"forward": forward.sent, "backward": backward.sent}
+
+
+def two_models_of_two_groups(method: str) -> bool:
+    """A layer with a cp group and one without live in one process, and neither sees the other's group."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    q, k, v, _ = inputs(Case(method))
+    wide, alone = _Layer(), _Layer()
+    attention.configure(wide, dist.group.WORLD, method)
+    attention.configure(alone, None, method)
+    expected, _ = attention.ndbench_attention(alone, q, k, v)
+    actual, _ = attention.ndbench_attention(wide, *(shard_sequence(x, size, rank, method, dim=2) for x in (q, k, v)))
+    return torch.allclose(actual, shard_sequence(expected, size, rank, method), atol=1e-6)
+
+
+@contextlib.contextmanager
+def planted(fault: str | None) -> Iterator[set[str]]:
+    """Plant a bug for as long as the context lasts; yields what the caller itself must get wrong."""
+    size = dist.get_world_size()
+    callers = {"wrong_permutation": "cut", "window_ignored": "window", "documents_ignored": "documents"}
+    callers["scaling_ignored"] = "scale"
+    if fault is None or fault in callers:
+        yield {callers[fault]} if fault else set()
+        return
+    calls = {"merge": 0, "wait": 0, "exchange": 0}
+    merge, wait, tiles, exchange = ring.merge, ring._Rotation.wait, ring.tiles, ulysses._exchange
+    visible, additive, join = masks.visible, masks.additive, ulysses._join_sequence
+
+    def merge_without_last_lse(out: Any, lse: Any, block_out: Any, block_lse: Any) -> Any:
+        calls["merge"] += 1
+        merged, union = merge(out, lse, block_out, block_lse)
+        return merged, lse if calls["merge"] == size - 1 else union
+
+    def blocks_averaged(out: Any, lse: Any, block_out: Any, block_lse: Any) -> Any:
+        return (out + block_out) / 2, torch.logaddexp(lse, block_lse)
+
+    def wait_without_last_hop(self: Any) -> Any:
+        calls["wait"] += 1
+        received = wait(self)
+        return self.sent if calls["wait"] == 3 * size - 2 else received
+
+    def tiles_without_last_block(cp_size: int, rank: int, source: int, *rest: Any) -> Any:
+        return [] if source == (rank + 1) % cp_size else tiles(cp_size, rank, source, *rest)
+
+    def exchange_forward_only(x: Any, group: Any) -> Any:
+        calls["exchange"] += 1
+        return exchange(x, group) if calls["exchange"] <= 2 else x
+
+    patches: dict[str, Any] = {
+        "last_lse_dropped": mock.patch.object(ring, "merge", merge_without_last_lse),
+        "last_block_dropped": mock.patch.object(ring, "tiles", tiles_without_last_block),
+        "kv_gradients_one_hop_short": mock.patch.object(ring._Rotation, "wait", wait_without_last_hop),
+        "blocks_averaged": mock.patch.object(ring, "merge", blocks_averaged),
+        "window_off_by_one": mock.patch.object(
+            masks, "visible", lambda q, k, w=None, *d: visible(q, k, None if w is None else w + 1, *d)
+        ),
+        "infinite_masks": mock.patch.object(
+            masks, "additive", lambda seen, dtype: additive(seen, dtype).masked_fill_(~seen, float("-inf"))
+        ),
+        "chunks_joined_in_reverse": mock.patch.object(ulysses, "_join_sequence", lambda x: join(x.flip(0))),
+        "no_exchange_in_backward": mock.patch.object(ulysses, "_exchange", exchange_forward_only),
+    }
+    with patches[fault]:
+        yield set()
