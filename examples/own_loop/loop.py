@@ -1,6 +1,6 @@
 """A plain DDP training loop of one's own, measured and gated by ndbench: an engine is a class with four methods.
 
-    PYTHONPATH=examples/own_loop ndbench engine.name=my_loop engine.target=loop.MyLoop parallelism=ddp world_size=2
+PYTHONPATH=examples/own_loop ndbench engine.name=my_loop engine.target=loop.MyLoop parallelism=ddp world_size=2
 """
 
 import os

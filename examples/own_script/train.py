@@ -1,6 +1,6 @@
 """A training script of one's own that knows nothing of ndbench but prints one JSON line a step.
 
-    ndbench engine=command engine.command='python examples/own_script/train.py' world_size=2
+ndbench engine=command engine.command='python examples/own_script/train.py' world_size=2
 """
 
 import json

@@ -2,8 +2,8 @@
 
 Each rank starts the script as a process of its own with torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK,
 MASTER_ADDR, MASTER_PORT) and reads its standard output. A line is a step when it is a JSON object with a ``loss``;
-every other line goes to the rank's log. Keys: ``loss`` (required), ``grad_norm``, ``tokens`` (loss-bearing tokens of the
-global batch; both optional). The script runs freely; a step ends when its line arrives, by the harness's clock.
+every other line goes to the rank's log. Keys: ``loss`` (required), ``grad_norm`` and ``tokens`` (loss-bearing tokens of
+the global batch). The script runs freely; a step ends when its line arrives, by the harness's clock.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ndbench.engines.protocol import Batch, StepResult
@@ -44,13 +45,14 @@ class CommandEngine:
         if shutil.which(words[0]) is None:
             return f"engine.command: there is no program '{words[0]}' on the PATH"
         script = next((word for word in words[1:] if word.endswith(".py")), None)
-        if script is not None and not os.path.exists(script):
-            return f"engine.command: there is no file '{script}' in {os.getcwd()}"
+        if script is not None and not Path(script).exists():
+            return f"engine.command: there is no file '{script}' in {Path.cwd()}"
         if cell.config.measure.handicap:
             return f"measure.handicap={cell.config.measure.handicap} cannot slow down another process"
         return None
 
     def setup(self, cell: Cell, mesh: Mesh) -> None:
+        del mesh  # the script builds its own
         command = cell.config.engine.command
         assert command is not None, "refused before start otherwise"
         words = shlex.split(command)

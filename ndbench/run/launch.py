@@ -155,7 +155,7 @@ class _Watchdog:
             return
         self.expired = True
         for rank in ranks_of_this_process():
-            # a rank registers for SIGUSR1 before it does anything else; one that has not yet done so has no stack to show
+            # a rank registers for SIGUSR1 first of all; one that has not yet done so has no stack to show
             with contextlib.suppress(psutil.Error):
                 rank.send_signal(signal.SIGUSR1)
         self._done.wait(STACKS_WAIT)
@@ -172,7 +172,9 @@ def _own_signal_handlers() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    saved = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    saved = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    }
     try:
         yield
     finally:

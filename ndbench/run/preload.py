@@ -5,7 +5,7 @@ Nothing here may create a thread, a process group or a CUDA context: those do no
 
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
-import torch.utils.flop_counter
+import torch.utils.flop_counter  # noqa: F401
 
 import ndbench.engines.bundled
 import ndbench.run.worker  # noqa: F401

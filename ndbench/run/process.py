@@ -26,7 +26,7 @@ def die_with_parent() -> None:
 
 
 def log_to(path: Path) -> None:
-    """Send this process's stdout and stderr, C libraries' included, to ``path``; SIGUSR1 appends every thread's stack."""
+    """Send stdout and stderr, C libraries' included, to ``path``; SIGUSR1 appends every thread's stack."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -75,9 +75,8 @@ def _contradiction(reports: list[RankReport], measured: dict[str, Any]) -> str |
             mine, theirs = getattr(first, name), getattr(report, name)
             if mine != theirs and mine is not None and theirs is not None:
                 step = next(i for i, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
-                return (
-                    f"ranks 0 and {report.rank} disagree about {name} at step {step}: {mine[step]!r} and {theirs[step]!r}"
-                )
+                values = f"{mine[step]!r} and {theirs[step]!r}"
+                return f"ranks 0 and {report.rank} disagree about {name} at step {step}: {values}"
     for report in reports:
         for step, (counted, expected) in enumerate(zip(report.tokens or [], report.valid_tokens, strict=False)):
             if counted is not None and counted != expected:
@@ -121,7 +120,9 @@ def _measured(cell: Cell, reports: list[RankReport]) -> dict[str, Any]:
         "steps": steps,
         "tokens": {"per_step": first.tokens_per_step, "valid": first.valid_tokens},
         "data_hash": first.data_hash,
-        "memory": {key: values if any(value is not None for value in values) else None for key, values in memory.items()},
+        "memory": {
+            key: values if any(value is not None for value in values) else None for key, values in memory.items()
+        },
         "structure": structure,
         "yardstick": yardstick,
         "compile_cache": first.compile_cache,

@@ -112,7 +112,9 @@ def _execute(
             if (name, repeat) in done:
                 continue
             if repeat > 0 and plan.budget_seconds is not None and time.monotonic() - began > plan.budget_seconds:
-                stopped = f"measure.budget of {duration(plan.budget_seconds)} was used up; later rounds were not started"
+                stopped = (
+                    f"measure.budget of {duration(plan.budget_seconds)} was used up; later rounds were not started"
+                )
                 break
             if max_failures is not None and failures >= max_failures:
                 stopped = f"stopped after {failures} failed repeats (--max-failures {max_failures})"
@@ -132,7 +134,7 @@ def _execute(
 
 
 def _hopeless(record: Record) -> bool:
-    """A cell that ran out of memory, failed or hung once is not launched again: every rank would pay the limit again."""
+    """A cell that ran out of memory, failed or hung is not launched again: it would only cost the same time again."""
     return record["outcome"] in ("oom", "failed", "timeout")
 
 
@@ -206,5 +208,3 @@ def _devices(cell: Cell) -> list[str]:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-
-

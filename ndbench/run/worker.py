@@ -118,7 +118,7 @@ def _init_process_group(cell: Cell, rank: int, device: torch.device) -> None:
     )
 
 
-def _batches(task: Task, dataset: Dataset, mesh: Mesh, device: torch.device, first: int, count: int) -> list[Batch]:
+def _batches(dataset: Dataset, mesh: Mesh, device: torch.device, first: int, count: int) -> list[Batch]:
     return [dataset.batch(step, mesh.batch_rank, mesh.batch_size, device) for step in range(first, first + count)]
 
 
@@ -126,7 +126,7 @@ def _timed_steps(
     task: Task, engine: Engine, dataset: Dataset, mesh: Mesh, device: torch.device, report: RankReport
 ) -> None:
     steps = task.cell.config.training.steps
-    batches = _batches(task, dataset, mesh, device, 0, steps)
+    batches = _batches(dataset, mesh, device, 0, steps)
     report.valid_tokens = [dataset.valid_tokens(step) for step in range(steps)]
     counter = StepCounter(task.counter_path) if report.rank == 0 else None
     handicap = Handicap(task.handicap, device) if task.handicap else None
@@ -156,13 +156,11 @@ def _timed_steps(
     report.compile_seconds, report.compile_cache = compiling.compile_time(task.cell.config.training.compile)
 
 
-def _structure_step(
-    task: Task, engine: Engine, dataset: Dataset, mesh: Mesh, device: torch.device
-) -> dict[str, Any]:
+def _structure_step(task: Task, engine: Engine, dataset: Dataset, mesh: Mesh, device: torch.device) -> dict[str, Any]:
     """Collectives, FLOPs and (on CPU) the tracked peak of one more step, outside the timed window."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    (batch,) = _batches(task, dataset, mesh, device, task.cell.config.training.steps, 1)
+    (batch,) = _batches(dataset, mesh, device, task.cell.config.training.steps, 1)
     model = getattr(engine, "model", None)
     collectives = CollectiveRecorder(mesh.axis_of_group, model)
     flops = FlopCounterMode(display=False)

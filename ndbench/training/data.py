@@ -95,7 +95,7 @@ class CorpusSource:
 
 
 def _shuffled(position: int, count: int, seed: int, epoch: int) -> int:
-    """Element ``position`` of a permutation of range(count), in O(1): an affine map with a multiplier prime to count."""
+    """Element ``position`` of a permutation of range(count): an affine map whose multiplier is prime to count."""
     raw = np.random.Philox(key=[seed, 3], counter=[0, 0, epoch, 0]).random_raw(2)
     multiplier = int(raw[0]) % count | 1
     while np.gcd(multiplier, count) != 1:
@@ -114,7 +114,7 @@ def source_files(root: Path) -> Iterator[Path]:
 
 
 def read_bytes(files: Iterator[Path], limit: int) -> bytes:
-    """Contents of ``files``, a newline between two, cut at ``limit`` bytes; raises ValueError naming an unreadable one."""
+    """Contents of ``files``, a newline between two, cut at ``limit`` bytes; ValueError names an unreadable file."""
     parts: list[bytes] = []
     size = 0
     for file in files:

@@ -1,0 +1,73 @@
+"""The order of a run, and the plan file that a resume reads."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ndbench.config import Cell, Config, GateConfig
+from ndbench.results.store import UnreadableFile
+from ndbench.run.plan import Plan, interleave, new_run_name
+
+
+def make_plan() -> Plan:
+    config = Config(world_size=1)
+    cells = {name: Cell(name, "s", config) for name in ("a", "b", "c")}
+    repeats = {"a": 3, "b": 3, "c": 2}
+    return Plan(
+        run="r",
+        suite="s",
+        overrides=["x=1"],
+        cells=cells,
+        repeats=repeats,
+        order=interleave(repeats, 0),
+        gate=GateConfig(),
+        baseline=None,
+        budget_seconds=None,
+        excluded=[("d", "tp > 4")],
+        skipped=[("e", "0" * 12, "needs 8 devices, there are 2")],
+        unselected=[("f", "1" * 12)],
+    )
+
+
+def test_every_round_holds_every_cell_once_and_rounds_come_in_order() -> None:
+    order = interleave({"a": 3, "b": 3, "c": 2}, seed=1)
+    assert Counter(order) == Counter([("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 1), ("c", 1), ("a", 2), ("b", 2)])
+    assert [repeat for _, repeat in order] == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+def test_the_order_is_drawn_from_the_seed_and_differs_between_rounds() -> None:
+    repeats = {str(i): 4 for i in range(8)}
+    assert interleave(repeats, 3) == interleave(repeats, 3)
+    assert interleave(repeats, 3) != interleave(repeats, 4)
+    rounds = {tuple(name for name, repeat in interleave(repeats, 3) if repeat == k) for k in range(4)}
+    assert len(rounds) == 4
+
+
+def test_a_plan_read_back_is_the_plan_written(tmp_path: Path) -> None:
+    plan = make_plan()
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize("damage", ["cut", "version", "field"])
+def test_a_damaged_plan_is_named(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "plan.json"
+    make_plan().save(path)
+    values = json.loads(path.read_text())
+    if damage == "cut":
+        path.write_text(path.read_text()[:200])
+    elif damage == "version":
+        path.write_text(json.dumps(values | {"schema_version": 99}))
+    else:
+        del values["order"]
+        path.write_text(json.dumps(values))
+    with pytest.raises(UnreadableFile, match=r"plan\.json"):
+        Plan.load(path)
+
+
+def test_two_runs_of_one_second_have_different_names() -> None:
+    assert new_run_name() != new_run_name()
