@@ -56,9 +56,10 @@ class MemoryMeter:
 class TrackedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Peak bytes of live tensor storages, each counted once, while the context is active.
 
-    ``roots`` are tensors that exist before (parameters, optimizer state, a batch), or modules and optimizers that hold
-    them; tensors that an operator only reads are counted from then on. Storages that Python resizes (FSDP2 frees and
-    refills its gathered parameters so) are followed. Memory inside an operator's kernel is not seen.
+    ``roots`` say which tensors exist before: tensors, modules (parameters, gradients, buffers), optimizers (state),
+    containers, or any object (an engine) whose attributes hold such; other tensors count once an operator touches
+    them. Storages that Python resizes (FSDP2 frees and refills its gathered parameters so) are followed. Memory
+    inside an operator's kernel is not seen.
 
     Python's cyclic garbage collector is off inside, so that the same step gives the same bytes.
     """
@@ -72,12 +73,12 @@ class TrackedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak = 0
 
     @property
-    def current_bytes(self) -> int:
+    def current(self) -> int:
         """Bytes of the tracked storages that are alive now."""
         return self._current
 
     @property
-    def peak_bytes(self) -> int:
+    def peak(self) -> int:
         """Most bytes alive at once since the context was entered."""
         return self._peak
 
@@ -164,17 +165,33 @@ def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _tensors(roots: Iterable[Any]) -> list[torch.Tensor]:
-    """Tensors held by modules (parameters, gradients, buffers), optimizers (state) and nested containers."""
+    """Every tensor that ``roots`` hold, gradients included; objects of torch and of Python itself are not entered."""
     found: list[torch.Tensor] = []
-    for root in roots:
-        if isinstance(root, torch.nn.Module):
-            found += list(root.parameters()) + list(root.buffers())
-        elif isinstance(root, torch.optim.Optimizer):
-            found += [leaf for leaf in tree_leaves(list(root.state.values())) if isinstance(leaf, torch.Tensor)]
-            found += [parameter for group in root.param_groups for parameter in group["params"]]
-        else:
-            found += [leaf for leaf in tree_leaves(root) if isinstance(leaf, torch.Tensor)]
-    return found + [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
+    todo, seen = list(roots), set[int]()
+    while todo:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+            if item.is_leaf and item.grad is not None:
+                todo.append(item.grad)
+        elif isinstance(item, torch.nn.Module):
+            todo += [*item.parameters(), *item.buffers()]
+        elif isinstance(item, torch.optim.Optimizer):
+            todo += [*item.state.values(), item.param_groups]
+        elif isinstance(item, dict):
+            todo += item.values()
+        elif isinstance(item, list | tuple | set):
+            todo += item
+        elif hasattr(item, "__dict__") and not _foreign(type(item)):
+            todo += vars(item).values()
+    return found
+
+
+def _foreign(kind: type) -> bool:
+    return kind is type or kind.__module__.partition(".")[0] in ("torch", "builtins", "types", "functools")
 
 
 def all_live_tensors() -> list[torch.Tensor]:

@@ -64,15 +64,16 @@ def slowest(per_rank: Sequence[Sequence[float]]) -> list[float]:
     return [max(step) for step in zip(*per_rank, strict=True)]
 
 
-def throughput(tokens_per_step: float, seconds: float) -> float:
-    """Tokens/s: *unique* tokens of the global batch over the step time.
+def throughput(tokens_per_step: float, seconds: float | Sequence[float]) -> float:
+    """Tokens/s: *unique* tokens of the global batch over the step time (of several timed steps: their median).
 
     ``tokens_per_step`` counts each position of the global batch once, however many ranks of a tp x cp group hold it,
     so the number does not depend on tp or cp. Raises ``ValueError`` when ``seconds`` is not positive.
     """
-    if not seconds > 0:
-        raise ValueError(f"step time must be positive, got {seconds}")
-    return tokens_per_step / seconds
+    step = float(seconds) if isinstance(seconds, (int, float)) else step_seconds(seconds, first=0)
+    if not step > 0:
+        raise ValueError(f"step time must be positive, got {step}")
+    return tokens_per_step / step
 
 
 def step_seconds(seconds: Sequence[float], first: int) -> float:

@@ -16,10 +16,12 @@ import torch.distributed as dist
 
 from ndbench.measure._torch_private import cuda_event
 
-CPU_SIZES = {"matmul": 192, "copy": 2**20, "all_reduce": 2**16, "rounds": 5}
-"""Matrix side (float32), bytes copied, bytes reduced. 8 ranks on 2 cores take less than 60 ms together."""
+CPU_SIZES = {"matmul": 192, "copy": 2**20, "all_reduce": 2**16, "rounds": 9}
+"""Matrix side (float32), bytes copied, bytes reduced, rounds of each."""
+GLOO_RANK_ROUNDS = 16
+"""All-reduce rounds times ranks on CPU: among 8 ranks that share 2 cores one all-reduce takes 20 to 25 ms."""
 CUDA_SIZES = {"matmul": 8192, "copy": 2**30, "all_reduce": 2**26, "rounds": 9}
-"""Matrix side (bfloat16), bytes copied, bytes reduced."""
+"""Matrix side (bfloat16), bytes copied, bytes reduced, rounds of each."""
 
 
 def run_yardstick(device: torch.device | str, group: dist.ProcessGroup | None = None) -> dict[str, float | None]:
@@ -37,18 +39,20 @@ def run_yardstick(device: torch.device | str, group: dist.ProcessGroup | None = 
     all_reduce_seconds = None
     if dist.is_available() and dist.is_initialized():
         message = torch.zeros(sizes["all_reduce"] // 4, device=device)
-        # First, because it also brings the ranks together; one round more, because the first connects them.
-        all_reduce_seconds = timed(lambda: dist.all_reduce(message, group=group), rounds + 1)
+        if device.type != "cuda":
+            rounds = max(1, GLOO_RANK_ROUNDS // dist.get_world_size(group) - 1)
+        # First, because its untimed round also brings the ranks together.
+        all_reduce_seconds = timed(lambda: dist.all_reduce(message, group=group), rounds)
 
     # Not zeros: a GPU multiplies zeros with less power and a higher clock. No generator, so no seed is disturbed.
     side = sizes["matmul"]
     a = torch.arange(side * side, device=device, dtype=torch.float32).mul_(0.618).frac_().view(side, side).to(dtype)
     out = torch.empty_like(a)
-    matmul_seconds = timed(lambda: torch.mm(a, a, out=out), rounds)
+    matmul_seconds = timed(lambda: torch.mm(a, a, out=out), sizes["rounds"])
 
     source = torch.zeros(sizes["copy"], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_seconds = timed(lambda: target.copy_(source), rounds)
+    copy_seconds = timed(lambda: target.copy_(source), sizes["rounds"])
 
     return {"matmul_seconds": matmul_seconds, "copy_seconds": copy_seconds, "all_reduce_seconds": all_reduce_seconds}
 

@@ -16,8 +16,8 @@ def test_the_peak_of_known_allocations_is_exact() -> None:
         del a
         c = torch.empty(MIB // 2, dtype=torch.uint8)
         del b, c
-    assert memory.peak_bytes == 3 * MIB
-    assert memory.current_bytes == 0
+    assert memory.peak == 3 * MIB
+    assert memory.current == 0
 
 
 def test_views_of_a_storage_are_counted_once() -> None:
@@ -25,13 +25,13 @@ def test_views_of_a_storage_are_counted_once() -> None:
         a = torch.empty(MIB, dtype=torch.uint8)
         views = [a.view(1024, 1024), a[10:], a.view(torch.int32)]
     assert len(views) == 3
-    assert memory.peak_bytes == MIB
+    assert memory.peak == MIB
 
 
 def test_an_in_place_operation_allocates_nothing() -> None:
     with TrackedMemory() as memory:
         torch.zeros(MIB, dtype=torch.uint8).add_(1)
-    assert memory.peak_bytes == MIB
+    assert memory.peak == MIB
 
 
 def test_tensors_from_before_count_when_they_are_roots() -> None:
@@ -43,7 +43,18 @@ def test_tensors_from_before_count_when_they_are_roots() -> None:
     with TrackedMemory(roots=[model, optimizer]) as memory:
         pass
     steps = 2 * 4  # AdamW's step count, one float a parameter
-    assert memory.peak_bytes == 4 * weights + steps  # parameters, gradients and two moments
+    assert memory.peak == 4 * weights + steps  # parameters, gradients and two moments
+
+
+def test_an_engines_attributes_are_roots() -> None:
+    class Loop:
+        def __init__(self) -> None:
+            self.parts = {"model": torch.nn.Linear(16, 16, bias=False)}
+            self.again = self
+
+    with TrackedMemory(roots=[Loop()]) as memory:
+        pass
+    assert memory.peak == 16 * 16 * 4
 
 
 def test_a_leak_is_seen() -> None:
@@ -56,7 +67,7 @@ def test_a_leak_is_seen() -> None:
                 if leak:
                     kept.append(step)
                 del step
-        return memory.peak_bytes
+        return memory.peak
 
     assert peak(leak=False) == MIB
     assert peak(leak=True) == 4 * MIB
@@ -71,7 +82,7 @@ def training_step_peak() -> int:
         model(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return memory.peak_bytes
+    return memory.peak
 
 
 def test_the_same_step_gives_the_same_bytes() -> None:
@@ -92,7 +103,7 @@ def test_activation_checkpointing_lowers_the_peak() -> None:
             for block in blocks:
                 y = checkpoint(block, y, use_reentrant=False) if recompute else block(y)
             y.sum().backward()
-        return memory.peak_bytes
+        return memory.peak
 
     assert peak(recompute=True) < 0.6 * peak(recompute=False)
 
@@ -102,11 +113,11 @@ def test_a_storage_that_is_resized_is_followed() -> None:
     with TrackedMemory() as memory:
         gathered = torch.empty(MIB, dtype=torch.uint8)
         gathered.untyped_storage().resize_(0)
-        assert memory.current_bytes == 0
+        assert memory.current == 0
         other = torch.empty(MIB, dtype=torch.uint8)
         gathered.untyped_storage().resize_(3 * MIB)
     assert other.numel() == MIB
-    assert memory.peak_bytes == 4 * MIB
+    assert memory.peak == 4 * MIB
     gathered.untyped_storage().resize_(0)  # the patch is gone
 
 

@@ -63,6 +63,10 @@ def test_tokens_per_second_does_not_depend_on_tp_or_cp() -> None:
         assert throughput(unique_tokens, 0.5) == 4096.0
 
 
+def test_throughput_of_several_steps_is_that_of_their_median() -> None:
+    assert throughput(100, [1.0, 0.5, 20.0]) == 100.0
+
+
 def test_a_step_time_of_zero_has_no_throughput() -> None:
     with pytest.raises(ValueError, match="positive"):
         throughput(2048, 0.0)
