@@ -20,7 +20,7 @@ def _dynamo() -> Any:
 
 
 def compile_time(compiled: bool) -> tuple[float | None, str]:
-    """Seconds spent compiling so far, and the state of the on-disk cache: ``cold``, ``warm`` or (not compiled) ``off``."""
+    """Seconds spent compiling so far; the on-disk cache was ``cold`` or ``warm``, or ``off`` when not compiled."""
     dynamo = _dynamo()
     if not compiled or dynamo is None:
         return None, "off"
