@@ -44,6 +44,16 @@ def group_rank(name: str) -> int:
     return int(torch._C._distributed_c10d._resolve_process_group(GroupName(name)).rank())
 
 
+def is_dtensor(kind: type) -> bool:
+    """Is this type (of a dispatch mode's ``types``) DTensor? By name, so that DTensor is not imported for it."""
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
+
+
+def at_end_of_backward(callback: Callable[[], object]) -> None:
+    """Call ``callback`` when the backward pass that is running has computed every gradient."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def patch_storage_resize(after: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
     """Call ``after(storage)`` whenever a storage is resized in Python, which no dispatch mode sees.
 

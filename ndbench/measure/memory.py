@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ndbench.measure._torch_private import patch_storage_resize
+from ndbench.measure._torch_private import is_dtensor, patch_storage_resize
 
 
 class MemoryMeter:
@@ -101,7 +101,7 @@ class TrackedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             gc.enable()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(_is_dtensor(kind) for kind in types):
+        if any(is_dtensor(kind) for kind in types):
             return NotImplemented  # DTensor then runs on its local tensors, which come here one by one
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):
@@ -149,10 +149,6 @@ class TrackedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add(self, size: int) -> None:
         self._current += size
         self._peak = max(self._peak, self._current)
-
-
-def _is_dtensor(kind: type) -> bool:
-    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
 
 
 def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
