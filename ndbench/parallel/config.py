@@ -1,7 +1,7 @@
 """Degrees of parallelism, the options of each axis, and every rule that makes a layout valid.
 
 Pure Python: this module imports neither torch nor transformers, so that a layout can be checked on a laptop,
-before any process starts. The mesh itself is made in ``mesh.py``.
+before any process starts. The mesh itself is made in ``mesh.py``; what a model's plan cannot do is in ``tensor.py``.
 
 "Axis" means a mesh axis (``dp_replicate``, ``dp_shard``, ``cp``, ``tp``), "dim" a tensor dim.
 """
@@ -10,10 +10,45 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Protocol
+
+from ndbench.parallel.context import refuse_context
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the slowest to the fastest varying rank index."""
+
+WHOLE_ATTENTION = frozenset({"phi3", "olmo2"})
+"""Model types whose plan leaves attention whole on every tp rank, so that heads need not divide by tp."""
+
+
+class ModelShape(Protocol):
+    """What the rules read of a model; None where it is not known before the model is built."""
+
+    @property
+    def model_type(self) -> str | None: ...
+    @property
+    def vocab_size(self) -> int | None: ...
+    @property
+    def intermediate_size(self) -> int | None: ...
+    @property
+    def num_attention_heads(self) -> int | None: ...
+    @property
+    def num_key_value_heads(self) -> int | None: ...
+    @property
+    def target(self) -> str | None: ...
+    @property
+    def tp_plan(self) -> dict[str, str] | None: ...
+
+
+class StepShape(Protocol):
+    """What the rules read of a training step."""
+
+    @property
+    def global_batch_size(self) -> int: ...
+    @property
+    def micro_batch_size(self) -> int | None: ...
+    @property
+    def sequence_length(self) -> int: ...
 
 
 @dataclass
@@ -52,15 +87,124 @@ class ParallelismConfig:
             product *= size
         return product
 
+    @property
+    def batch_size(self) -> int:
+        """Number of ranks with different data: dp_replicate x dp_shard."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def fsdp_size(self) -> int:
+        """Number of ranks that share one copy of the parameters: dp_shard x cp."""
+        return self.dp_shard_size * self.cp_size
+
     def resolved(self, world_size: int) -> ParallelismConfig:
         """The same layout with a degree of -1 replaced by ``world_size`` over the product of the others.
 
         Raises ``ValueError`` when more than one degree is -1, a degree is not positive, or the product is not
         ``world_size``.
         """
-        raise ValueError("not written yet")
+        if world_size < 1:
+            raise ValueError(f"world_size is {world_size}, it must be at least 1")
+        sizes = self.sizes
+        for axis, size in sizes.items():
+            if size < 1 and size != -1:
+                raise ValueError(f"parallelism.{axis}_size is {size}, it must be at least 1, or -1 for the rest")
+        open_axes = [axis for axis, size in sizes.items() if size == -1]
+        if len(open_axes) > 1:
+            raise ValueError(f"parallelism has more than one degree of -1: {', '.join(open_axes)}")
+        product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
+        known = 1
+        for size in sizes.values():
+            known *= 1 if size == -1 else size
+        if not open_axes:
+            if known != world_size:
+                raise ValueError(f"parallelism {product} = {known} ranks, but world_size is {world_size}")
+            return dataclasses.replace(self)
+        rest, remainder = divmod(world_size, known)
+        if remainder or rest < 1:
+            raise ValueError(
+                f"parallelism.{open_axes[0]}_size=-1 has no value: world_size {world_size} is not a multiple of "
+                f"{product} = {known}"
+            )
+        changed = dataclasses.replace(self)
+        setattr(changed, f"{open_axes[0]}_size", rest)
+        return changed
 
     @property
     def layout(self) -> str:
         """Short readable name: ``ddp8``, ``fsdp8``, ``hsdp2x4``, ``fsdp4_tp2``, ``ddp2_cp2_tp2``, ``tp4``, ``single``."""
-        raise ValueError("not written yet")
+        replicate, shard = self.dp_replicate_size, self.dp_shard_size
+        parts = []
+        if replicate != 1 and shard != 1:
+            parts.append(f"hsdp{replicate}x{shard}")
+        elif replicate != 1:
+            parts.append(f"ddp{replicate}")
+        elif shard != 1:
+            parts.append(f"fsdp{shard}")
+        if self.cp_size != 1:
+            parts.append(f"cp{self.cp_size}")
+        if self.tp_size != 1:
+            parts.append(f"tp{self.tp_size}")
+        return "_".join(parts) or "single"
+
+    def refuse(self, model: ModelShape, training: StepShape) -> list[str]:
+        """Why this layout cannot train this model, one line each with the numbers; empty when it can.
+
+        Degrees must be resolved. What depends on the model's own tensor-parallel plan is not known here:
+        see ``tensor.plan_refusals``.
+        """
+        unresolved = [f"parallelism.{axis}_size is {size}" for axis, size in self.sizes.items() if size < 1]
+        if unresolved:
+            return unresolved
+        return [*self._refuse_batch(training), *self._refuse_tensor(model), *self._refuse_sequence(model, training)]
+
+    def _refuse_batch(self, training: StepShape) -> list[str]:
+        total, ranks, micro = training.global_batch_size, self.batch_size, training.micro_batch_size
+        if total < 1 or total % ranks:
+            shared = f"dp_replicate {self.dp_replicate_size} x dp_shard {self.dp_shard_size} = {ranks}"
+            return [f"global_batch_size {total} is not a multiple of the {shared} ranks that read different data"]
+        if micro is not None and (micro < 1 or (total // ranks) % micro):
+            local = f"the {total // ranks} sequences of a rank (global_batch_size {total} / {ranks} batch ranks)"
+            return [f"micro_batch_size {micro} does not divide {local}"]
+        return []
+
+    def _refuse_tensor(self, model: ModelShape) -> list[str]:
+        tp, reasons = self.tp_size, []
+        if tp == 1:
+            return []
+        if model.target is not None:
+            return [] if model.tp_plan else [f"tp {tp} on model.target={model.target} needs a model.tp_plan"]
+        if model.model_type not in WHOLE_ATTENTION:
+            for what, heads in (
+                ("attention heads", model.num_attention_heads),
+                ("kv heads", model.num_key_value_heads),
+            ):
+                if heads is not None and heads % tp:
+                    reasons.append(f"{heads} {what} do not divide by tp {tp}")
+        if model.intermediate_size is not None and model.intermediate_size % tp:
+            reasons.append(f"intermediate_size {model.intermediate_size} does not divide by tp {tp}")
+        if model.vocab_size is not None and -(-model.vocab_size // tp) * (tp - 1) >= model.vocab_size:
+            reasons.append(f"vocab_size {model.vocab_size} over tp {tp} leaves a rank without a token")
+        return reasons
+
+    def _refuse_sequence(self, model: ModelShape, training: StepShape) -> list[str]:
+        length, sharded = training.sequence_length, self.tp_size > 1 and self.sequence_parallel and not model.target
+        if length < 1:
+            return [f"sequence_length is {length}, it must be at least 1"]
+        if self.cp_size == 1:
+            if sharded and length % self.tp_size:
+                return [f"sequence_length {length} does not divide by tp {self.tp_size}, which sequence_parallel needs"]
+            return []
+        if model.target is not None:
+            return [f"cp {self.cp_size} needs a transformers model; model.target has its own attention"]
+        heads = model.num_attention_heads
+        kv_heads = model.num_key_value_heads or heads
+        return refuse_context(
+            cp_size=self.cp_size,
+            method=self.cp_method,
+            sequence_length=length,
+            num_attention_heads=heads or self.tp_size * self.cp_size,
+            num_key_value_heads=kv_heads or self.tp_size * self.cp_size,
+            tp_size=1 if model.model_type in WHOLE_ATTENTION and not sharded else self.tp_size,
+            sequence_parallel=sharded,
+        )

@@ -145,7 +145,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: multiprocessing.connec
     import torch
     import torch.distributed as dist
 
-    stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115  kept open for the signal handler
+    stack = Path(folder, f"stack{rank}").open("w")  # noqa: SIM115  kept open for the signal handler
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -1,0 +1,170 @@
+"""The bundled engine behind the seam: builds a model, lays it out over the mesh, and takes steps.
+
+All numerics are in ``ndbench.parallel`` and ``ndbench.training``; this file only joins them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ndbench.config import ModelConfig, TrainingConfig
+from ndbench.engines.protocol import Batch, StepResult
+from ndbench.parallel.config import ParallelismConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from ndbench.config import Cell
+    from ndbench.parallel.mesh import Mesh
+    from ndbench.training.step import Step
+
+PRECISIONS = ("fp32", "bf16")
+CHECKPOINTING = ("none", "full", "selective")
+
+
+class BundledEngine:
+    """ND-parallel training of a causal language model.
+
+    ``weight_jitter`` adds normal noise of that standard deviation to weights that start constant (norms, biases):
+    for tests that compare layouts, where a constant would hide a mistake.
+    """
+
+    def __init__(self, weight_jitter: float = 0.0) -> None:
+        self.weight_jitter = weight_jitter
+        self.model: torch.nn.Module | None = None
+        self._step: Step | None = None
+        self._facts: dict[str, Any] = {}
+
+    def refuse(self, cell: Cell) -> str | None:
+        """Why this engine cannot run ``cell``, in one line; needs neither torch nor transformers."""
+        config = cell.config
+        reasons = [
+            *config.parallelism.refuse(config.model, config.training),
+            *_refuse_training(config.training, config.model, config.parallelism),
+        ]
+        return "; ".join(reasons) or None
+
+    def setup(self, cell: Cell, mesh: Mesh) -> None:
+        """Build model and optimizer; raises ``ValueError`` naming what the model's own plan does not allow."""
+        import torch
+
+        config = cell.config
+        device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+        self.build(config.model, config.training, mesh, device)
+
+    def build(self, model_config: ModelConfig, training: TrainingConfig, mesh: Mesh, device: torch.device) -> None:
+        """:meth:`setup` from its parts."""
+        import torch
+        import torch.distributed as dist
+
+        from ndbench.parallel.attention import attention_kernel
+        from ndbench.parallel.gradients import Gradients
+        from ndbench.parallel.initialize import Weights
+        from ndbench.parallel.parallelize import Technique, parallelize
+        from ndbench.training.forward import attach_loss
+        from ndbench.training.models import build_model
+        from ndbench.training.optimizer import ShardOptimizer
+        from ndbench.training.step import Step
+
+        torch.use_deterministic_algorithms(training.deterministic, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        built = build_model(model_config)
+        plan = _plan(built, model_config, mesh.config) if mesh.config.tp_size > 1 else None
+        if plan is not None and plan.refusals:
+            raise ValueError("; ".join(plan.refusals))
+        dtype = torch.bfloat16 if training.precision == "bf16" else None
+        std = float(getattr(getattr(built.model, "config", None), "initializer_range", model_config.initializer_range))
+        parallel = parallelize(
+            built.model,
+            built.blocks,
+            mesh,
+            device,
+            plan,
+            Weights(training.seed, std, self.weight_jitter, built.constants),
+            Technique(dtype, training.activation_checkpointing, training.compile, built.transformers),
+        )
+        vocab_size = getattr(getattr(built.model, "config", None), "vocab_size", None)
+        loss_sum = attach_loss(parallel.model, mesh, plan, vocab_size, training.loss_chunk_size)
+        world = mesh.config.world_size
+        gradients = Gradients(
+            parallel.model,
+            parallel.partial_gradients,
+            dist.group.WORLD if world > 1 else None,
+            mesh.tp.get_group() if mesh.tp.size() > 1 else None,
+            device,
+        )
+        optimizer = ShardOptimizer(gradients.parameters, training)
+        self.model = parallel.model
+        self._step = Step(
+            parallel.model, loss_sum, gradients, optimizer, mesh, training.micro_batch_size, training.max_grad_norm
+        )
+        window = getattr(getattr(built.model, "config", None), "sliding_window", None) is not None
+        self._facts = {
+            "blocks": len(built.blocks),
+            "fully_sharded": parallel.fully_sharded,
+            "sequence_parallel": plan is not None and plan.sequence_parallel,
+            "loss_parallel": plan is not None and plan.head is not None,
+        }
+        if built.transformers:
+            self._facts["attention_kernel"] = attention_kernel(
+                device.type, dtype or torch.float32, mesh.config.cp_size, mesh.config.cp_method, window
+            )
+
+    def step(self, batch: Batch) -> StepResult:
+        assert self._step is not None, "setup comes first"
+        return self._step(batch)
+
+    def close(self) -> None:
+        self.model = self._step = None
+
+    def info(self) -> dict[str, Any]:
+        """Facts for the record."""
+        return dict(self._facts)
+
+
+def _refuse_training(training: TrainingConfig, model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
+    reasons = []
+    if training.precision not in PRECISIONS:
+        reasons.append(f"precision '{training.precision}' is not implemented; implemented: {', '.join(PRECISIONS)}")
+    if training.activation_checkpointing not in CHECKPOINTING:
+        known = ", ".join(CHECKPOINTING)
+        reasons.append(f"activation_checkpointing '{training.activation_checkpointing}' is not known; known: {known}")
+    if training.optimizer not in ("adamw", "sgd") and "." not in training.optimizer:
+        reasons.append(f"optimizer '{training.optimizer}' is not known: adamw, sgd, or a dotted path")
+    chunk = training.loss_chunk_size
+    if chunk is not None and chunk < 1:
+        reasons.append(f"loss_chunk_size is {chunk}, it must be at least 1")
+    if chunk is not None and model.target is not None:
+        reasons.append("loss_chunk_size needs a transformers model; model.target has its own output head")
+    if training.max_grad_norm is not None and training.max_grad_norm <= 0:
+        reasons.append(f"max_grad_norm is {training.max_grad_norm}, it must be above 0, or null")
+    return reasons
+
+
+def plan_refusals(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
+    """What the model's own tensor-parallel plan does not allow, by name; builds the model on meta.
+
+    For the parent process before ranks start: imports torch and transformers, allocates nothing.
+    """
+    if parallelism.tp_size == 1:
+        return []
+    from ndbench.training.models import build_model
+
+    try:
+        built = build_model(model)
+    except ValueError as error:
+        return [str(error)]
+    return _plan(built, model, parallelism).refusals  # type: ignore[no-any-return]
+
+
+def _plan(built: Any, model: ModelConfig, parallelism: ParallelismConfig) -> Any:
+    from ndbench.parallel.plan import tensor_plan
+
+    return tensor_plan(
+        built.model,
+        built.blocks,
+        tp_size=parallelism.tp_size,
+        sequence_parallel=parallelism.sequence_parallel,
+        loss_parallel=parallelism.loss_parallel,
+        user_plan=model.tp_plan,
+    )

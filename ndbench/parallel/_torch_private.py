@@ -1,0 +1,45 @@
+"""The names of torch that have no public spelling yet, in one place; ``tests/parallel`` names the versions tried.
+
+Nothing here knows what the calls are for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+TRIED_TORCH = ("2.11", "2.12", "2.13")
+
+
+def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """1-D mesh over all ranks of ``mesh``; the caller keeps the object, looking it up by name is deprecated."""
+    flat: DeviceMesh = mesh._flatten(name)
+    return flat
+
+
+def concatenate(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """The mesh whose dims are those of ``meshes``, all of them views of one root."""
+    joined: DeviceMesh = DeviceMesh._concatenate(meshes)
+    return joined
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name under which the functional collectives find ``group``."""
+    name: str = group.group_name
+    return name
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that this rank holds: of a DTensor its local part itself (no view, no autograd)."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def functional() -> Any:
+    """``all_reduce``, ``all_gather_into_tensor``, ``reduce_scatter_tensor``, ``wait_tensor`` by group name.
+
+    The operators behind ``torch.distributed._functional_collectives``: they trace under fake tensors and torch.compile.
+    """
+    return torch.ops._c10d_functional

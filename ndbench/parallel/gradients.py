@@ -1,0 +1,92 @@
+"""The norm of the global gradient, and clipping by it, whatever mixture of meshes the parameters live on.
+
+Everything happens on local shards with one all-reduce for the norm; torch's ``clip_grad_norm_`` refuses parameters of
+different meshes and costs a reduction a parameter. It knows nothing of losses or optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ndbench.parallel._torch_private import local_tensor
+
+
+class Gradients:
+    """The gradients of one model on this rank.
+
+    ``partial`` names replicated parameters of which each tp rank holds a part of the gradient. ``group`` is all ranks
+    of the layout, ``tp_group`` this rank's tp axis; None where there is only one rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        partial: Iterable[str] = (),
+        group: dist.ProcessGroup | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = list(named.values())
+        self.group, self.tp_group, self.device = group, tp_group, device
+        self._partial = [named[name] for name in sorted(partial) if name in named]
+        by_copies: dict[int, list[nn.Parameter]] = {}
+        world = 1 if group is None else group.size()
+        for parameter in self.parameters:
+            by_copies.setdefault(copies(parameter, world), []).append(parameter)
+        self._by_copies = sorted(by_copies.items())
+
+    def sum_over_tp(self) -> None:
+        """Complete the partial gradients: one all-reduce of all of them together."""
+        if self.tp_group is None or not self._partial:
+            return
+        grads = [local_tensor(p.grad) for p in self._partial if p.grad is not None]
+        flat = torch.cat([grad.reshape(-1) for grad in grads]).to(self.device)
+        dist.all_reduce(flat, group=self.tp_group)
+        torch._foreach_copy_(grads, [part.view_as(g) for g, part in zip(grads, flat.split([g.numel() for g in grads]))])
+
+    def norm(self, *also_summed: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Euclidean norm of the global gradient, equal on every rank; further scalars are summed in the same all-reduce.
+
+        A parameter that several ranks hold a copy of counts once. Float32 sums of squares a tensor, float64 across
+        tensors and ranks.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for count, parameters in self._by_copies:
+            grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+            grads = [grad for grad in grads if grad.numel()]
+            if grads:
+                norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
+                total += torch.stack(norms).to(self.device, torch.float64).square().sum() / count
+        packed = torch.stack([total, *(x.to(self.device, torch.float64) for x in also_summed)])
+        if self.group is not None:
+            dist.all_reduce(packed, group=self.group)
+        return packed[0].sqrt(), list(packed[1:])
+
+    def clip(self, norm: torch.Tensor, max_norm: float) -> None:
+        """Scale all gradients by max_norm / norm when the norm is larger; no copy to the host."""
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
+        grads = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
+        torch._foreach_mul_(grads, scale.to(grads[0].device))
+
+    def clip_by_value(self, limit: float) -> None:
+        """Clamp each element of the global gradient to [-limit, limit]."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                local_tensor(parameter.grad).clamp_(-limit, limit)
+
+
+def copies(parameter: torch.Tensor, world_size: int) -> int:
+    """On how many of ``world_size`` ranks each element of ``parameter`` is held."""
+    if not isinstance(parameter, DTensor):
+        return world_size
+    parts = 1
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_shard() or type(placement).__name__ == "_StridedShard":
+            parts *= parameter.device_mesh.size(dim)
+    return world_size // parts

@@ -1,0 +1,121 @@
+"""From a model on meta to weights on this rank: allocate, keep ties and buffers, fill each parameter by its name.
+
+A weight is a pure function of (seed, name of the parameter in the unwrapped model), drawn on CPU whatever the device, so
+every layout starts from the same numbers. A rank draws only the rows that its shard touches, a few megabytes at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ndbench.parallel._torch_private import local_tensor
+
+ELEMENTS_A_DRAW = 2**20
+"""Rows are drawn in groups of about this many elements, each group from a generator of its own."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How parameters start: matrices normal with ``std``; norm weights and biases constant, as the model has them.
+
+    ``jitter`` is added to the constants as normal noise of that standard deviation: parity tests need norms and biases
+    that are not constant. ``constants`` are the starting values that the model's own constructor gave.
+    """
+
+    seed: int
+    std: float
+    jitter: float = 0.0
+    constants: dict[str, float] | None = None
+
+    def constant(self, name: str, ndim: int) -> float | None:
+        """The constant a parameter starts from; None for one that is drawn."""
+        if self.constants is not None and name in self.constants:
+            return self.constants[name]
+        if ndim > 1:
+            return None
+        return 1.0 if name.rpartition(".")[2] == "weight" else 0.0
+
+    def rows(self, name: str, shape: torch.Size, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Rows ``start`` to ``stop`` (of dim 0) of a parameter as (first row, float32 tensor) pieces on CPU."""
+        constant = self.constant(name, len(shape))
+        std = self.jitter if constant is not None else self.std
+        width = math.prod(shape[1:])
+        group = max(1, ELEMENTS_A_DRAW // max(width, 1))
+        for index in range(start // group, -(-stop // group)):
+            first, last = index * group, min((index + 1) * group, shape[0])
+            drawn = torch.empty(last - first, *shape[1:])
+            if std:
+                drawn.normal_(0.0, std, generator=self._generator(name, index))
+            else:
+                drawn.zero_()
+            if constant:
+                drawn += constant
+            low, high = max(first, start), min(last, stop)
+            yield low, drawn[low - first : high - first]
+
+    def _generator(self, name: str, index: int) -> torch.Generator:
+        digest = hashlib.sha256(f"{self.seed}:{name}:{index}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def materialize(model: nn.Module, device: torch.device, parameter_device: torch.device) -> None:
+    """Allocate the parameters of ``model``; buffers keep the values they were built with; ties stay ties."""
+    buffers = [(module, name, b) for module in model.modules() for name, b in module.named_buffers(recurse=False)]
+    ties: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            ties.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device=parameter_device)
+    for module, name, value in buffers:
+        assert not value.is_meta, f"buffer {name} of {type(module).__name__} was built on meta: its value is lost"
+        module._buffers[name] = value.to(device)
+    for (module, name), *others in ties.values():
+        for other, other_name in others:
+            other._parameters[other_name] = module._parameters[name]
+
+
+@torch.no_grad()
+def fill(model: nn.Module, weights: Weights) -> None:
+    """Give every parameter its starting value; of a sharded one only this rank's slice."""
+    for name, parameter in model.named_parameters():
+        local = local_tensor(parameter)
+        rows, columns = local_slice(parameter)
+        assert rows.stop - rows.start == (local.shape[0] if local.ndim else 1), (name, rows, local.shape)
+        shape = parameter.shape if parameter.ndim else torch.Size([1])
+        target = local if local.ndim else local.view(1)
+        for first, values in weights.rows(name, shape, rows.start, rows.stop):
+            if columns is not None:
+                values = values[:, columns.start : columns.stop]
+            target.narrow(0, first - rows.start, len(values)).copy_(values)
+
+
+def local_slice(parameter: torch.Tensor) -> tuple[range, range | None]:
+    """Rows (dim 0) and, when dim 1 is sharded, columns of the global tensor that this rank holds.
+
+    tp is the last mesh dim and shards first; FSDP shards what tp left. Chunks are torch's: equal, the last ones smaller.
+    """
+    rows = range(parameter.shape[0] if parameter.ndim else 1)
+    columns: range | None = None
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for mesh_dim in reversed(range(mesh.ndim)):
+            dim = getattr(parameter.placements[mesh_dim], "dim", None)
+            if dim is None:
+                continue
+            assert dim in (0, 1), f"parameters are sharded over dims 0 and 1, not {dim}"
+            whole = rows if dim == 0 else columns or range(parameter.shape[1])
+            part = _chunk(whole, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
+            rows, columns = (part, columns) if dim == 0 else (rows, part)
+    return rows, columns
+
+
+def _chunk(whole: range, parts: int, index: int) -> range:
+    size = -(-len(whole) // parts)
+    return whole[min(index * size, len(whole)) : min((index + 1) * size, len(whole))]

@@ -1,0 +1,84 @@
+"""The order in which the axes are applied to a model, on one page.
+
+Each step takes just its own mesh and options. What cannot work was refused before (``config.py``, ``plan.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ndbench.parallel.attention import configure
+from ndbench.parallel.checkpointing import apply_checkpointing
+from ndbench.parallel.data import apply_fully_shard
+from ndbench.parallel.initialize import Weights, fill, materialize
+from ndbench.parallel.mesh import Mesh
+from ndbench.parallel.plan import TensorPlan
+from ndbench.parallel.tensor import apply_tensor_parallel
+
+
+@dataclass(frozen=True)
+class Technique:
+    """What is not an axis: numbers, memory and compilation."""
+
+    param_dtype: torch.dtype | None = None
+    """What forward and backward compute in; None: the parameters' own float32."""
+    activation_checkpointing: str = "none"
+    compile: bool = False
+    registry_attention: bool = True
+    """Attention goes through transformers' registry (not so in a model of the user's own)."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A parallelized model: the same module, and what the gradients' owner must know."""
+
+    model: nn.Module
+    partial_gradients: frozenset[str] = field(default_factory=frozenset)
+    """Replicated parameters whose gradient is split over tp."""
+    fully_sharded: bool = False
+
+
+def parallelize(
+    model: nn.Module,
+    block_names: list[str],
+    mesh: Mesh,
+    device: torch.device,
+    plan: TensorPlan | None,
+    weights: Weights,
+    technique: Technique,
+) -> Parallel:
+    """Apply the layout of ``mesh`` to ``model``, whose parameters are on meta, and give it its weights on ``device``.
+
+    ``block_names`` are the transformer blocks in order; ``plan`` is needed when tp > 1. Collective over the world.
+    """
+    blocks = [model.get_submodule(name) for name in block_names]
+    partial: frozenset[str] = frozenset()
+
+    # 1. TP replaces modules' arithmetic, so everything later wraps its result.
+    if mesh.tp.size() > 1:
+        assert plan is not None, "tp needs a plan"
+        partial = apply_tensor_parallel(model, mesh.tp, plan)
+
+    # 2. Attention learns where the rest of the sequence is.
+    if technique.registry_attention:
+        configure(model, mesh.cp.get_group() if mesh.cp.size() > 1 else None, mesh.config.cp_method)
+
+    # 3. Recomputation encloses TP's and CP's communication, and is what gets compiled.
+    apply_checkpointing(blocks, technique.activation_checkpointing)
+    if technique.compile:
+        for block in blocks:
+            block.compile()
+
+    # 4. FSDP last: it gathers what TP left, outside the compiled and recomputed part. A lone rank needs it only for
+    #    its mixed precision and offload.
+    sharded = mesh.fsdp_mesh.size() > 1 or technique.param_dtype is not None or mesh.config.cpu_offload
+    if sharded:
+        apply_fully_shard(model, blocks, mesh, technique.param_dtype)
+
+    # 5. Only now is memory allocated, a shard at a time.
+    materialize(model, device, torch.device("cpu") if mesh.config.cpu_offload else device)
+    fill(model, weights)
+    return Parallel(model, partial, sharded)

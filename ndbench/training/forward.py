@@ -1,0 +1,95 @@
+"""From a micro-batch to the summed loss of this rank, as one method of the model that FSDP knows as a forward.
+
+Without chunks the model's own forward makes the logits, whatever the family does to them. With chunks, the output head
+is called here, so what a family does to its logits must be known by name.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from ndbench.parallel.collectives import Group, enter_replicated, gather_sequence
+from ndbench.parallel.mesh import Mesh
+from ndbench.parallel.plan import TensorPlan
+from ndbench.training.loss import (
+    SumLoss,
+    chunked_loss_sum,
+    cross_entropy_sum,
+    vocabulary_parallel_cross_entropy_sum,
+)
+
+PLAIN_LOGITS = frozenset(
+    {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gpt_neox", "olmo2", "gemma"}
+)
+"""Model types whose logits are the output head's."""
+
+
+def chunk_refusal(config: Any) -> str | None:
+    """Why the loss of a transformers model cannot be chunked; None when it can."""
+    kind = getattr(config, "model_type", None)
+    if kind in PLAIN_LOGITS or kind in LOGIT_TRANSFORMS:
+        return None
+    known = ", ".join(sorted(PLAIN_LOGITS | LOGIT_TRANSFORMS.keys()))
+    return f"loss_chunk_size: what model type '{kind}' does to its logits is not known; known: {known}"
+
+
+def _softcapped(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    cap = config.final_logit_softcapping
+    return (lambda x: x) if cap is None else lambda x: torch.tanh(x / cap) * cap
+
+
+def _divided(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x / config.logits_scaling
+
+
+LOGIT_TRANSFORMS: dict[str, Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "gemma2": _softcapped,
+    "gemma3_text": _softcapped,
+    "granite": _divided,
+}
+"""Model type -> what its forward does to the head's output."""
+
+
+def attach_loss(
+    model: nn.Module, mesh: Mesh, plan: TensorPlan | None, vocab_size: int | None, chunk_size: int | None
+) -> Callable[..., torch.Tensor]:
+    """Give ``model`` a method ``loss_sum(input_ids, labels, position_ids, document_ids) -> scalar`` and return it.
+
+    All arguments are this rank's shard of the sequence, but for the document ids, which are whole.
+    """
+    tp = Group(mesh.tp.get_group()) if mesh.tp.size() > 1 else None
+    loss: SumLoss = cross_entropy_sum
+    if tp is not None and plan is not None and plan.head is not None:
+        assert vocab_size is not None, "a transformers model has a vocabulary"
+        loss = vocabulary_parallel_cross_entropy_sum(tp, vocab_size)
+    enter = None
+    if tp is not None and plan is not None:
+        gather = gather_sequence if plan.sequence_parallel else enter_replicated
+        enter = lambda hidden: gather(hidden, tp)  # noqa: E731
+
+    def whole(self: nn.Module, labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        out = self.forward(**inputs)
+        logits = out if isinstance(out, torch.Tensor) else out.logits
+        return loss(logits.flatten(0, 1), labels.flatten())
+
+    def chunked(self: nn.Module, labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        assert chunk_size is not None
+        hidden = self.base_model(**inputs).last_hidden_state  # type: ignore[operator]
+        if enter is not None:
+            hidden = enter(hidden)
+        head = self.get_output_embeddings()  # type: ignore[operator]
+        kind = self.config.model_type  # type: ignore[union-attr]
+        transform = LOGIT_TRANSFORMS[kind](self.config) if kind in LOGIT_TRANSFORMS else lambda x: x
+        return chunked_loss_sum(
+            hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), loss, transform, chunk_size
+        )
+
+    model.loss_sum = types.MethodType(whole if chunk_size is None else chunked, model)  # type: ignore[assignment]
+    register_fsdp_forward_method(model, "loss_sum")
+    return model.loss_sum  # type: ignore[return-value]

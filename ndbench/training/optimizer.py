@@ -1,0 +1,67 @@
+"""The optimizer of a rank: elementwise ones work on the local shards directly, without DTensor dispatch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ndbench.config import TrainingConfig
+from ndbench.parallel._torch_private import local_tensor
+
+ELEMENTWISE = frozenset(
+    {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+"""torch.optim classes whose update of an element depends on that element only, so that a shard is as good as a whole."""
+
+
+class ShardOptimizer:
+    """A torch optimizer over this rank's shards. ``optimizer`` is the torch object, for schedulers."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], training: TrainingConfig) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        kind, options = optimizer_class(training)
+        self._local: list[nn.Parameter] | None = None
+        if kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE:
+            self._local = [nn.Parameter(local_tensor(p.data)) for p in self.parameters]
+        self.optimizer: torch.optim.Optimizer = kind(self._local or self.parameters, **options)
+
+    def step(self) -> None:
+        """Update the parameters from their gradients and forget the gradients."""
+        if self._local is None:
+            self.optimizer.step()
+        else:
+            for local, parameter in zip(self._local, self.parameters, strict=True):
+                held = local_tensor(parameter.data)
+                assert local.data_ptr() == held.data_ptr(), "a parameter moved after the optimizer was made"
+                local.grad = None if parameter.grad is None else local_tensor(parameter.grad)
+            self.optimizer.step()
+            for local in self._local:
+                local.grad = None
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def optimizer_class(training: TrainingConfig) -> tuple[Any, dict[str, Any]]:
+    """The class and its arguments: ``adamw``, ``sgd``, or a dotted path to a torch optimizer (learning rate only).
+
+    Raises ``ValueError`` for a name that is neither.
+    """
+    rate, decay = training.learning_rate, training.weight_decay
+    if training.optimizer == "adamw":
+        first, second = training.betas
+        return torch.optim.AdamW, {"lr": rate, "weight_decay": decay, "betas": (first, second), "fused": True}
+    if training.optimizer == "sgd":
+        options = {"lr": rate, "weight_decay": decay, "momentum": training.momentum, "fused": True}
+        return torch.optim.SGD, options
+    module, separator, attribute = training.optimizer.rpartition(".")
+    if not separator:
+        raise ValueError(f"training.optimizer '{training.optimizer}' is not known: adamw, sgd, or a dotted path")
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"training.optimizer '{training.optimizer}' cannot be imported: {error}") from error
+    return kind, {"lr": rate}

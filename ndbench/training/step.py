@@ -1,0 +1,71 @@
+"""One optimizer step: micro-batches, one reduction, the global norm, clipping, the update. No wait for the device.
+
+The loss is the sum over valid tokens of the global batch over the number of those tokens, whatever ranks and
+micro-steps they are spread over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ndbench.engines.protocol import Batch, StepResult
+from ndbench.parallel.context import shard_sequence
+from ndbench.parallel.data import set_gradient_sync
+from ndbench.parallel.gradients import Gradients
+from ndbench.parallel.mesh import Mesh
+from ndbench.training.loss import IGNORED
+from ndbench.training.optimizer import ShardOptimizer
+
+
+class Step:
+    """The step of one rank; call it with the whole batch of its batch rank."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_sum: Callable[..., torch.Tensor],
+        gradients: Gradients,
+        optimizer: ShardOptimizer,
+        mesh: Mesh,
+        micro_batch_size: int | None,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.model, self.loss_sum, self.gradients, self.optimizer = model, loss_sum, gradients, optimizer
+        self.mesh, self.micro_batch_size, self.max_grad_norm = mesh, micro_batch_size, max_grad_norm
+
+    def __call__(self, batch: Batch) -> StepResult:
+        loss, norm, tokens = self.backward(batch)
+        if self.max_grad_norm is not None:
+            self.gradients.clip(norm, self.max_grad_norm)
+        self.optimizer.step()
+        return StepResult(loss=loss, grad_norm=norm, tokens=tokens)
+
+    def backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Leave the gradients of the global batch on the parameters; returns loss, their norm, and valid tokens."""
+        config = self.mesh.config
+        input_ids, labels, position_ids = (
+            shard_sequence(x, config.cp_size, self.mesh.cp.get_local_rank(), config.cp_method)
+            for x in (batch.input_ids, batch.labels, batch.position_ids)
+        )
+        tokens = (labels != IGNORED).sum()
+        if self.mesh.loss.size() > 1:
+            dist.all_reduce(tokens, group=self.mesh.loss.get_group())
+        divisor = tokens.clamp(min=1).to(torch.float32)
+        size = self.micro_batch_size or len(input_ids)
+        summed = torch.zeros((), dtype=torch.float64, device=input_ids.device)
+        for start in range(0, len(input_ids), size):
+            rows = slice(start, start + size)
+            set_gradient_sync(self.model, start + size >= len(input_ids))
+            inputs = {"input_ids": input_ids[rows], "position_ids": position_ids[rows]}
+            if batch.document_ids is not None:
+                inputs["document_ids"] = batch.document_ids[rows]
+            loss = self.loss_sum(labels=labels[rows], **inputs)
+            (loss / divisor).backward()
+            summed += loss.detach()
+        self.gradients.sum_over_tp()
+        # Ranks of one tp group have the same loss: each brings its share to the sum over the world.
+        norm, (total,) = self.gradients.norm(summed / config.tp_size)
+        return (total / divisor).to(torch.float32), norm.to(torch.float32), tokens
