@@ -39,6 +39,7 @@ class Case:
     """Reference from written-out scores in float64; False: from PyTorch's fused kernel in float64 (long sequences)."""
     fault: str | None = None
     """Name of a planted bug, see :func:`planted`."""
+    device: str = "cpu"
 
 
 class _Layer(torch.nn.Module):
@@ -50,6 +51,8 @@ def attention_errors(case: Case) -> dict[str, tuple[float, float]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     q, k, v, dout = inputs(case)
     documents = document_ids(case.documents)
+    if documents is not None:
+        documents = documents.to(case.device)
     expected = _reference(case, q, k, v, dout, documents)
     layer = _Layer()
     attention.configure(layer, dist.group.WORLD, case.method)
@@ -78,7 +81,7 @@ def attention_errors(case: Case) -> dict[str, tuple[float, float]]:
 def inputs(case: Case) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [
-        torch.randn(case.batch, heads, case.length, case.head_dim, generator=generator).to(case.dtype)
+        torch.randn(case.batch, heads, case.length, case.head_dim, generator=generator).to(case.device, case.dtype)
         for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
     ]
 
@@ -96,7 +99,7 @@ def _reference(
 ) -> list[torch.Tensor]:
     wide = [x.double().clone().requires_grad_() for x in (q, k, v)]
     if case.explicit_reference:
-        tokens = torch.arange(case.length)
+        tokens = torch.arange(case.length, device=q.device)
         distance = tokens[:, None] - tokens[None, :]
         hidden = (distance < 0)[None]
         if case.window is not None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ndbench.parallel import attention
+from ndbench.parallel.checkpointing import apply_checkpointing
 from ndbench.parallel.context import shard_sequence
 from tests.context.cases import document_ids, planted
 
@@ -29,8 +30,8 @@ class ModelCase:
     model_type: str = "llama"
     extra: dict[str, Any] = field(default_factory=dict)
     documents: tuple[tuple[int, ...], ...] | None = None
-    checkpoint: str | None = None
-    """None, ``full`` (recompute each block) or ``selective`` (keep matmul and attention outputs)."""
+    checkpointing: str = "none"
+    compiled: bool = False
     length: int = 64
     fault: str | None = None
 
@@ -69,7 +70,12 @@ def sharded_step(case: ModelCase) -> Step:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = _model(case, attention.ATTENTION_NAME)
     attention.configure(model, dist.group.WORLD, case.method)
-    _checkpoint(model, case.checkpoint)
+    apply_checkpointing(list(model.model.layers), case.checkpointing)
+    if case.compiled:
+        torch._dynamo.reset()
+        for block in model.model.layers:
+            # Only the ring may break the graph: point-to-point calls cannot be traced.
+            block.compile(backend="aot_eager", fullgraph=case.method == "ulysses")
     ids, labels, position_ids, documents = _batch(case)
     valid = (labels >= 0).sum()
     shard = functools.partial(shard_sequence, cp_size=size, cp_rank=rank, method=case.method)
@@ -132,23 +138,6 @@ def _loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _step(model: torch.nn.Module, loss: torch.Tensor) -> Step:
-    gradients = {
-        name.replace("_checkpoint_wrapped_module.", ""): parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
     return Step(loss.item(), norm.item(), gradients)
-
-
-def _checkpoint(model: Any, kind: str | None) -> None:
-    if kind is None:
-        return
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-    aten = torch.ops.aten
-    keep = [aten.mm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
-    options = {} if kind == "full" else {"context_fn": functools.partial(create_selective_checkpoint_contexts, keep)}
-    for index, layer in enumerate(model.model.layers):
-        model.model.layers[index] = checkpoint_wrapper(layer, **options)

@@ -10,6 +10,9 @@ from ndbench.parallel.kernels import block_backward, block_forward, block_kernel
 
 SCALE = 0.3
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2e-2}
+ON_DEVICE = [("cpu", dtype) for dtype in TOLERANCE]
+if torch.cuda.is_available():
+    ON_DEVICE += [("cuda", torch.float32), ("cuda", torch.bfloat16)]
 
 
 def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -26,19 +29,22 @@ def _full(
     return scores.softmax(-1) @ v.repeat_interleave(group, 1), scores.logsumexp(-1)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("device", "dtype"), ON_DEVICE, ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("masked", [False, True])
-def test_merged_blocks_equal_attention_over_all_keys(dtype: torch.dtype, kv_heads: int, masked: bool) -> None:
+@pytest.mark.parametrize("head_dim", [16, 20])
+def test_merged_blocks_equal_attention_over_all_keys(
+    device: str, dtype: torch.dtype, kv_heads: int, masked: bool, head_dim: int
+) -> None:
     torch.manual_seed(0)
-    q, dout = (torch.randn(2, 4, 12, 16).to(dtype) for _ in range(2))
-    k, v = (torch.randn(2, kv_heads, 20, 16).to(dtype) for _ in range(2))
+    q, dout = (torch.randn(2, 4, 12, head_dim).to(device, dtype) for _ in range(2))
+    k, v = (torch.randn(2, kv_heads, 20, head_dim).to(device, dtype) for _ in range(2))
     # Query 3 sees no key of the first block, query 5 none of the second: neither may poison the merge.
     seen = torch.rand(2, 1, 12, 20) > 0.3
     seen[:, :, 3, :8], seen[:, :, 5, 8:], seen[:, :, :, [0, 19]] = False, False, True
     seen[:, :, 3, 0], seen[:, :, 5, 19] = False, False
     seen[:, :, 3, 10] = True
-    mask = masks.additive(seen, dtype) if masked else None
+    mask = masks.additive(seen.to(device), dtype) if masked else None
     parts = [slice(0, 8), slice(8, 20)]
 
     def mask_of(part: slice) -> torch.Tensor | None:
