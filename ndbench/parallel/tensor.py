@@ -118,9 +118,17 @@ def _features(module: nn.Module, dim: int) -> int:
 
 
 class _Local(nn.Module):
-    """Parameters read inside forward are this rank's plain tensors; their gradients come back as DTensors."""
+    """Parameters read inside forward are this rank's plain tensors; everyone else sees the DTensors."""
 
     tp_group: Group
+    tp_inside = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.tp_inside = True
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.tp_inside = False
 
 
 class _ColwiseGathered(_Local):
@@ -131,18 +139,15 @@ class _ColwiseGathered(_Local):
 
 
 class _Rowwise(_Local):
-    weight: torch.Tensor
-    bias: torch.Tensor | None
     tp_split: bool
     tp_scatter: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp_split:
             x = split_last(x, self.tp_group)
-        out = F.linear(x, self.weight)
+        out = F.linear(x, local_parameter(self, "weight"))
         out = scatter_partials(out, self.tp_group) if self.tp_scatter else sum_partials(out, self.tp_group)
-        bias = self.bias
-        return out if bias is None else out + bias
+        return out if self._parameters["bias"] is None else out + local_parameter(self, "bias")
 
 
 class _VocabularyEmbedding(_Local):
@@ -150,7 +155,6 @@ class _VocabularyEmbedding(_Local):
 
     num_embeddings: int
     padding_idx: int | None
-    weight: torch.Tensor
     tp_scatter: bool
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -179,13 +183,19 @@ def _become(module: nn.Module, kind: type[_Local], **attributes: Any) -> None:
 
 @functools.cache
 def _local_class(base: type[nn.Module], kind: type[_Local], names: tuple[str, ...]) -> type[nn.Module]:
-    parameters = {name: property(functools.partial(_local_parameter, name=name)) for name in names}
+    parameters = {name: property(functools.partial(_parameter, name=name)) for name in names}
     return type(f"{kind.__name__.strip('_')}{base.__name__}", (kind, base), {**parameters})
 
 
-def _local_parameter(module: nn.Module, name: str) -> torch.Tensor:
+def _parameter(module: _Local, name: str) -> torch.Tensor:
+    return local_parameter(module, name) if module.tp_inside else module._parameters[name]  # type: ignore[return-value]
+
+
+def local_parameter(module: nn.Module, name: str) -> torch.Tensor:
+    """A parameter as this rank's plain tensor, with autograd: its gradient arrives as a DTensor placed like it."""
     parameter = module._parameters[name]
+    assert parameter is not None, name
     if isinstance(parameter, DTensor):
-        return parameter.to_local(grad_placements=parameter.placements)
-    assert parameter is not None
+        local: torch.Tensor = parameter.to_local(grad_placements=parameter.placements)
+        return local
     return parameter

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from ndbench.parallel.collectives import Group, enter_replicated, gather_sequence
 from ndbench.parallel.mesh import Mesh
 from ndbench.parallel.plan import TensorPlan
+from ndbench.parallel.tensor import local_parameter
 from ndbench.training.loss import (
     SumLoss,
     chunked_loss_sum,
@@ -86,9 +87,8 @@ def attach_loss(
         head = self.get_output_embeddings()  # type: ignore[operator]
         kind = self.config.model_type  # type: ignore[union-attr]
         transform = LOGIT_TRANSFORMS[kind](self.config) if kind in LOGIT_TRANSFORMS else lambda x: x
-        return chunked_loss_sum(
-            hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), loss, transform, chunk_size
-        )
+        weight, bias = local_parameter(head, "weight"), None if head.bias is None else local_parameter(head, "bias")
+        return chunked_loss_sum(hidden.flatten(0, 1), weight, bias, labels.flatten(), loss, transform, chunk_size)
 
     model.loss_sum = types.MethodType(whole if chunk_size is None else chunked, model)  # type: ignore[assignment]
     register_fsdp_forward_method(model, "loss_sum")
