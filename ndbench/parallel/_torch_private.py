@@ -38,7 +38,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def functional() -> Any:
-    """``all_reduce``, ``all_gather_into_tensor``, ``reduce_scatter_tensor``, ``wait_tensor`` by group name.
+    """``all_reduce``, ``all_gather_into_tensor``, ``all_to_all_single``, ``wait_tensor``, ... by group name.
 
     The operators behind ``torch.distributed._functional_collectives``: they trace under fake tensors and torch.compile.
     """

@@ -205,6 +205,8 @@ class ParallelismConfig:
             sequence_length=length,
             num_attention_heads=heads or self.tp_size * self.cp_size,
             num_key_value_heads=kv_heads or self.tp_size * self.cp_size,
-            tp_size=1 if model.model_type in WHOLE_ATTENTION and not sharded else self.tp_size,
+            tp_size=self.tp_size,
             sequence_parallel=sharded,
+            heads_sharded=model.model_type not in WHOLE_ATTENTION,
+            softcap=model.model_type == "gemma2",
         )

@@ -76,12 +76,13 @@ def refuse_context(
     num_key_value_heads: int,
     tp_size: int = 1,
     sequence_parallel: bool = False,
+    heads_sharded: bool = True,
     softcap: bool = False,
 ) -> list[str]:
     """What does not fit, one line each with the numbers; empty when the layout is valid.
 
-    ``tp_size`` is the number of ranks the attention heads are sharded over: 1 where the plan replicates attention.
-    ``softcap`` says that the model bounds its attention scores (Gemma 2).
+    ``heads_sharded`` is False where the model's plan leaves attention whole on each tp rank; ``softcap`` says that the
+    model bounds its attention scores (Gemma 2).
     """
     if method not in METHODS:
         return [f"cp_method is '{method}', known methods are {', '.join(METHODS)}"]
@@ -99,10 +100,12 @@ def refuse_context(
         reasons.append(_indivisible(sequence_length, parts, sharing + (f" and tp {tp_size}" if tp_size > 1 else "")))
     if num_attention_heads % num_key_value_heads:
         reasons.append(f"{num_attention_heads} attention heads are not a multiple of {num_key_value_heads} kv heads")
-    if method == "ulysses" and num_attention_heads % (tp_size * cp_size):
+    shards = cp_size * (tp_size if heads_sharded else 1)
+    if method == "ulysses" and num_attention_heads % shards:
+        axes = f"tp {tp_size} x cp {cp_size} = {shards}" if shards > cp_size else f"cp {cp_size}"
         reasons.append(
-            f"ulysses splits attention heads over cp: {num_attention_heads} heads do not divide by "
-            f"tp {tp_size} x cp {cp_size} = {tp_size * cp_size}; cp_method=ring has no such limit"
+            f"ulysses splits attention heads over cp: {num_attention_heads} heads do not divide by {axes}; "
+            "cp_method=ring has no such limit"
         )
     return reasons
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 
+from ndbench.parallel._torch_private import functional, group_name
 from ndbench.parallel.context import kv_replication
 
 
@@ -71,6 +71,8 @@ class _AllToAll(torch.autograd.Function):
 def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     # The backend reads and writes memory in order and ignores strides: both sides must be contiguous, and say so.
     x = x.contiguous()
-    out: torch.Tensor = funcol.wait_tensor(funcol.all_to_all_single(x, None, None, group))  # type: ignore[no-untyped-call]
+    chunks = [1] * x.shape[0]
+    out: torch.Tensor = functional().all_to_all_single(x, chunks, chunks, group_name(group))
+    out = functional().wait_tensor(out)
     assert out.is_contiguous()
     return out

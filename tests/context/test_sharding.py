@@ -67,6 +67,7 @@ def test_a_layout_that_fits_is_not_refused() -> None:
     assert _refuse() == []
     assert _refuse(method="ulysses", tp_size=2) == []
     assert _refuse(sequence_length=72, tp_size=3, sequence_parallel=True) == []
+    assert _refuse(method="ulysses", tp_size=4, heads_sharded=False) == []
     assert _refuse(cp_size=1, sequence_length=7, softcap=True) == []
 
 
