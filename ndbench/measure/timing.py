@@ -7,7 +7,7 @@ inside the measured window; on CPU by ``perf_counter``.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
@@ -202,12 +202,16 @@ class Handicap:
 
     Create it at a step boundary and call ``after_step()`` before the clock's tick. On CUDA a step's own time is only
     known once it has run, so the burn follows the *previous* step's events (the first step waits for its own).
+
+    ``fence`` is called after each burn and must make the ranks wait for each other (a small all-reduce). Without it a
+    rank's own time holds the wait for another rank's longer burn, is burnt again, and the slowdown grows step by step.
     """
 
-    def __init__(self, factor: float, device: torch.device | str) -> None:
+    def __init__(self, factor: float, device: torch.device | str, fence: Callable[[], object] = lambda: None) -> None:
         if factor < 0:
             raise ValueError(f"measure.handicap must not be negative, got {factor}")
         self.factor = factor
+        self._fence = fence
         self._device = device
         self._cuda = str(device).startswith("cuda")
         self._began: Any = self._mark() if factor else None
@@ -234,4 +238,5 @@ class Handicap:
             else:
                 seconds = ended - self._began
         burn(self.factor * seconds, self._device)
+        self._fence()
         self._began = self._mark()

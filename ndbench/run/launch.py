@@ -99,17 +99,17 @@ def _result(
         missing = world_size - len(reports)
         assert missing == 0, f"{missing} ranks ended well without a report"
         return LaunchResult("ok", reports=reports)
-    blamed = next((report for report in reports if report.outcome == "oom"), None)
-    blamed = blamed or next((report for report in reports if report.outcome == "failed"), None)
-    if blamed is not None and not expired:
-        reason = f"rank {blamed.rank}: {blamed.reason}"
-        return LaunchResult(blamed.outcome, reason, reports, tail(task.log_path(blamed.rank)))
     if expired:
         log = tail(task.log_path(0), lines=60)
-        reason = f"no end after {timeout:g} s; the stack of every rank is in {task.log_path(0).parent}"
+        reason = f"no end after {timeout:g} s; the stack of every rank is in its log"
         return LaunchResult("timeout", reason, reports, log)
     rank, how = _how_it_died(failure)
-    return LaunchResult("failed", f"rank {rank} {how}", reports, tail(task.log_path(rank)))
+    failed = [report for report in reports if report.failed_at is not None]
+    if not failed or rank not in {report.rank for report in failed}:
+        return LaunchResult("failed", f"rank {rank} {how}", reports, tail(task.log_path(rank)))
+    cause = min(failed, key=lambda report: report.failed_at or 0.0)
+    log = tail(task.log_path(cause.rank))
+    return LaunchResult(cause.outcome, f"rank {cause.rank}: {cause.reason}", reports, log)
 
 
 def _how_it_died(failure: Exception | None) -> tuple[int, str]:

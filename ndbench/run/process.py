@@ -5,9 +5,14 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import select
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
+
+import psutil
 
 _PR_SET_PDEATHSIG = 1
 
@@ -23,6 +28,29 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent or parent == 1:
         os._exit(1)  # the parent ended before the request took effect
+
+
+def die_with(runner: int) -> None:
+    """End this process when process ``runner`` ends. A rank's parent is the fork server, which outlives a killed run.
+
+    A thread waits in the kernel for it, so nothing is polled where the system offers that.
+    """
+    try:
+        handle = os.pidfd_open(runner)
+    except ProcessLookupError:
+        os._exit(1)
+    except (AttributeError, OSError):  # not Linux, or a kernel without it
+        handle = None
+
+    def wait() -> None:
+        if handle is not None:
+            select.select([handle], [], [])
+        else:
+            while psutil.pid_exists(runner):
+                time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True, name="ndbench-die-with-runner").start()
 
 
 def log_to(path: Path) -> None:

@@ -157,6 +157,7 @@ def _run_repeat(context: _Context, cell: Cell, repeat: int, progress: Progress) 
                 structure=measure.structure and repeat == 0,
                 handicap=measure.handicap if handicapped else 0.0,
                 folder=scratch,
+                runner=os.getpid(),
                 started=time.time(),
             )
             task.save()

@@ -21,6 +21,8 @@ class Task:
     """Times its own duration that each step burns again."""
     folder: Path
     """Where the ranks write: the task itself, one report and one log a rank, the step counter."""
+    runner: int
+    """Process id of the run; the ranks end when it does."""
     started: float = 0.0
     """``time.time()`` of the launch, for the time to the first step."""
 
@@ -48,6 +50,7 @@ class Task:
                 "structure": self.structure,
                 "handicap": self.handicap,
                 "folder": str(self.folder),
+                "runner": self.runner,
                 "started": self.started,
             },
         )
@@ -67,6 +70,8 @@ class RankReport:
     rank: int
     outcome: str = "failed"
     reason: str | None = None
+    failed_at: float | None = None
+    """``time.time()`` of the exception: the first one is the cause, the others lost their peer."""
     seconds: list[float] = field(default_factory=list)
     loss: list[float | None] = field(default_factory=list)
     grad_norm: list[float | None] | None = None

@@ -28,7 +28,7 @@ from ndbench.measure.yardstick import run_yardstick
 from ndbench.parallel.mesh import Mesh, build_mesh
 from ndbench.results.schema import finite_or_null
 from ndbench.run import compiling
-from ndbench.run.process import die_with_parent, log_to
+from ndbench.run.process import die_with, log_to
 from ndbench.run.progress import StepCounter
 from ndbench.run.task import RankReport, Task
 from ndbench.training.data import Dataset, build_dataset
@@ -36,13 +36,16 @@ from ndbench.training.data import Dataset, build_dataset
 STEADY_PEAK_FROM = 2
 """The peak of memory is taken from this step on: before it the optimizer's state does not exist yet."""
 
+FAILURE_GRACE = 0.3
+"""Seconds between a rank's error and its end; several of the agent's polling intervals."""
+
 
 def run_rank(task_path: str) -> str:
     """Entry point of a rank, started by torch elastic. Returns the outcome; the report lies in the task's folder."""
-    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; ending the ranks is the agent's part
     rank = int(os.environ["RANK"])
     task = Task.load(Path(task_path))
+    die_with(task.runner)
     log_to(task.log_path(rank))
     report = RankReport(rank=rank)
     try:
@@ -54,10 +57,13 @@ def run_rank(task_path: str) -> str:
     except Exception as error:
         report.outcome, report.reason = "failed", _one_line(error)
         traceback.print_exc()
+    report.failed_at = None if report.outcome == "ok" else time.time()
     report.save(task.report_path(rank))
     sys.stdout.flush()
     sys.stderr.flush()
     if report.outcome != "ok":
+        # A peer that was killed is seen here as a lost connection at once; wait until the agent has seen the cause.
+        time.sleep(FAILURE_GRACE)
         # The other ranks wait in a collective for this one; a normal exit would wait for them too.
         os._exit(1)
     return report.outcome
@@ -76,7 +82,7 @@ def measure(task: Task, rank: int, report: RankReport) -> None:
     mesh = build_mesh(cell.parallelism, device.type)
     dataset = build_dataset(cell.config)
     torch.manual_seed(task.seed)
-    engine = load_engine(cell.config.engine.name, cell.config.engine.target)
+    engine = load_engine(cell.config.engine.name, cell.config.engine.target, **cell.config.engine.options)
     try:
         engine.setup(cell, mesh)
         report.tokens_per_step = dataset.tokens_per_step
@@ -129,16 +135,16 @@ def _timed_steps(
     batches = _batches(dataset, mesh, device, 0, steps)
     report.valid_tokens = [dataset.valid_tokens(step) for step in range(steps)]
     counter = StepCounter(task.counter_path) if report.rank == 0 else None
-    handicap = Handicap(task.handicap, device) if task.handicap else None
+    fence = torch.zeros(1, device=device)
     meter, clock, results = MemoryMeter(device), StepClock(device.type), list[StepResult]()
     dist.barrier()
     meter.reset()
+    handicap = Handicap(task.handicap, device, lambda: dist.all_reduce(fence)) if task.handicap else None
     clock.start()
     for step, batch in enumerate(batches):
-        began = time.perf_counter()
         results.append(engine.step(batch))
         if handicap is not None:
-            handicap.after_step(time.perf_counter() - began)
+            handicap.after_step()
         clock.tick()
         if counter is not None:
             counter.set(step)

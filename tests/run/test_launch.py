@@ -1,0 +1,152 @@
+"""What becomes of a repeat: every way of going wrong is an outcome of its own, with a line, and leaves no process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ndbench.config import Cell, Config, EngineConfig, HardwareConfig
+from ndbench.parallel.config import ParallelismConfig
+from ndbench.results.schema import Record
+from ndbench.run import launch as launching
+from ndbench.run.progress import StepCounter
+from ndbench.run.record import build_record
+from ndbench.run.task import Task
+
+ENGINE = "tests.run.engines.SmallEngine"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_server() -> None:
+    launching.start_fork_server(set(), "forkserver")
+
+
+def make_cell(ranks: int = 2, timeout: float = 60.0, warmup: int | None = None, **options: object) -> Cell:
+    config = Config(world_size=ranks)
+    config.model.vocab_size, config.model.hidden_size = 32, 16
+    config.hardware = HardwareConfig(name="cpu", device="cpu", device_count=ranks)
+    config.parallelism = ParallelismConfig(dp_replicate_size=ranks)
+    config.training.global_batch_size, config.training.sequence_length, config.training.steps = 4, 16, 6
+    config.engine = EngineConfig(name="small", target=ENGINE, options=dict(options))
+    config.measure.timeout, config.measure.warmup = timeout, warmup
+    return Cell("ddp", "test", config)
+
+
+def run(cell: Cell, folder: Path, structure: bool = False, handicap: float = 0.0) -> tuple[Record, Task]:
+    folder.mkdir(exist_ok=True)
+    task = Task(cell, 0, 0, structure, handicap, folder, os.getpid(), started=time.time())
+    task.save()
+    StepCounter(task.counter_path, create=True)
+    result = launching.launch(task, cell.world_size, cell.config.measure.timeout, "forkserver")
+    record = build_record(
+        cell=cell,
+        result=result,
+        run="r",
+        repeat=0,
+        seed=0,
+        start="2026-01-01T00:00:00+00:00",
+        end="2026-01-01T00:00:10+00:00",
+        cell_version="v",
+        code={"commit": None, "dirty": None},
+        fingerprint={"hardware": {}, "software": {}, "informational": {}},
+    )
+    return record, task
+
+
+@pytest.mark.timeout(120)
+def test_a_good_repeat_is_ok_and_whole(tmp_path: Path) -> None:
+    record, task = run(make_cell(), tmp_path, structure=True)
+    assert record["outcome"] == "ok", record["reason"]
+    assert len(record["steps"]["loss"]) == len(record["steps"]["seconds"]) == 6
+    assert record["steps"]["loss"][-1] < record["steps"]["loss"][0]
+    assert record["tokens"] == {"per_step": 64, "valid": [64] * 6}
+    assert record["engine"] == {"steps": 7}, "the structure step is one more, after the timed ones"
+    seconds = record["metrics"]["step_seconds"]["value"]
+    assert record["metrics"]["tokens_per_second"]["value"] == pytest.approx(64 / seconds)
+    reduced = {(row["op"], row["axis"]): row for row in record["structure"]["collectives"]}
+    assert reduced["all_reduce", "dp_replicate"]["count"] == 4, "three gradients and the loss"
+    assert record["structure"]["flops"] > 0
+    assert record["metrics"]["peak_allocated_bytes"]["value"] == record["structure"]["tracked_peak_bytes"] > 0
+    assert StepCounter(task.counter_path).get() == 5
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("fault", "outcome", "reason"),
+    [
+        ("raise", "failed", "rank 1: RuntimeError: loss scale 0 at step 2"),
+        ("setup", "failed", r"rank [01]: ValueError: the 3 weights do not fit 4 ranks"),
+        ("oom", "oom", "rank 1: Tried to allocate 3.00 GiB"),
+        ("killed", "failed", "rank 1 was killed by SIGKILL"),
+        ("exit", "failed", "rank 1 ended with exit code 7"),
+        ("nan", "invalid", "loss is not finite at step 2"),
+        ("disagree", "invalid", "ranks 0 and 1 disagree about loss at step 2"),
+        ("tokens", "invalid", "the engine counted 71 tokens at step 2, the data has 64"),
+    ],
+)
+def test_every_fault_is_an_outcome_with_its_line(tmp_path: Path, fault: str, outcome: str, reason: str) -> None:
+    began = time.monotonic()
+    record, _ = run(make_cell(fault=fault), tmp_path)
+    assert record["outcome"] == outcome, record
+    assert re.match(reason, record["reason"]), record["reason"]
+    assert time.monotonic() - began < 30, "the other rank waits in a collective and must not hold the launch up"
+    assert not launching.ranks_of_this_process()
+
+
+@pytest.mark.timeout(120)
+def test_a_hung_rank_ends_in_a_timeout_with_every_ranks_stack_in_its_log(tmp_path: Path) -> None:
+    began = time.monotonic()
+    record, task = run(make_cell(fault="hang", timeout=6.0), tmp_path)
+    assert record["outcome"] == "timeout"
+    assert "6 s" in record["reason"]
+    assert time.monotonic() - began < 25
+    assert "_go_wrong" in task.log_path(1).read_text(), "the hung rank shows where it sleeps"
+    assert "all_reduce" in task.log_path(0).read_text(), "the other one shows what it waits in"
+    assert not launching.ranks_of_this_process()
+
+
+@pytest.mark.timeout(120)
+def test_a_handicap_makes_each_step_longer_by_its_factor(tmp_path: Path) -> None:
+    plain, _ = run(make_cell(seconds=0.05, warmup=1), tmp_path / "a")
+    slow, _ = run(make_cell(seconds=0.05, warmup=1), tmp_path / "b", handicap=2.0)
+    ratio = slow["metrics"]["step_seconds"]["value"] / plain["metrics"]["step_seconds"]["value"]
+    assert 2.5 < ratio < 3.6
+    assert slow["steps"]["loss"] == plain["steps"]["loss"]
+
+
+def test_ranks_die_with_the_run(tmp_path: Path) -> None:
+    """``kill -9`` of a run takes every rank along, hung ones too, and with them the fork server."""
+    script = tmp_path / "hang.py"
+    script.write_text(
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path\n"
+        "from tests.run.test_launch import make_cell, run\n"
+        "from ndbench.run import launch\n"
+        "if __name__ == '__main__':\n"
+        "    launch.start_fork_server(set(), 'forkserver')\n"
+        "    run(make_cell(fault='hang', timeout=100.0), Path(sys.argv[2]))\n"
+    )
+    root = str(Path(__file__).parents[2])
+    process = subprocess.Popen([sys.executable, str(script), root, str(tmp_path / "task")], cwd=root)
+    try:
+        counter = tmp_path / "task" / "step"
+        deadline = time.monotonic() + 60
+        while not (counter.is_file() and StepCounter(counter).get() >= 1):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 3, "a fork server and two ranks"
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        process.kill()
