@@ -1,0 +1,185 @@
+"""Every point of a suite under a command line, each as a resolved cell with what speaks against it.
+
+The command line wins over the suite: a key it sets is fixed on every axis, and a layout or point that says otherwise
+is left out with that reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ndbench.config import Cell, Config
+from ndbench.matrix.compose import Composer
+from ndbench.matrix.expressions import parse_expression
+from ndbench.matrix.keys import get_value, set_value, typed
+from ndbench.matrix.names import cell_name, layout_name, token
+from ndbench.matrix.overrides import Request, choose
+from ndbench.matrix.resolve import fill, fill_hardware, refusals, shortages
+from ndbench.matrix.sources import GROUPS, Sources
+from ndbench.matrix.suite import SuiteConfig, flatten
+from ndbench.parallel.config import AXES
+
+DEGREES = tuple(f"parallelism.{axis}_size" for axis in AXES)
+LAYOUT_KEYS = ("world_size", "parallelism", *DEGREES)
+"""Keys that the layout's own name already says."""
+
+
+@dataclass
+class Draft:
+    """A point before its defaults are filled."""
+
+    values: dict[str, Any]
+    """Group or dotted key -> value."""
+    tokens: list[str] = field(default_factory=list)
+    forced: bool = False
+    """An ``include`` entry: no exclude touches it."""
+
+
+@dataclass
+class Point:
+    cell: Cell
+    excluded: str | None
+    """The rule that leaves it out."""
+    refused: list[str]
+    """Why no machine can run it."""
+    lacks: list[str]
+    """Why this machine cannot hold it."""
+    contradicts: bool = False
+    """Left out by the command line, not by the suite."""
+
+
+class PointMaker:
+    """Makes the points of one suite and command line; ``settings`` may differ from call to call."""
+
+    def __init__(self, composer: Composer, sources: Sources, request: Request, suite: SuiteConfig, here: bool) -> None:
+        self._composer, self._sources, self._request, self._suite, self._here = composer, sources, request, suite, here
+        self._groups = {group: name for group, name in request.groups.items() if group != "suite"}
+        self.warnings: list[str] = []
+        where = str(sources.files["suite"][suite.name]) if suite.name in sources.files["suite"] else "suite"
+        self._exclude, self._exclude_values = _rules(suite.exclude, where)
+        self._include, self._include_values = _rules(suite.include, where)
+        named = bool(suite.layouts or suite.factorise)
+        swept = sorted({"parallelism", *DEGREES} & set(request.sweeps))
+        if named and swept:
+            raise ValueError(f"suite {suite.name} names its layouts: {', '.join(swept)} cannot be swept over too")
+
+    def points(self, settings: dict[str, Any]) -> list[Point]:
+        return [self._point(draft, settings) for draft in self._drafts(settings)]
+
+    def _drafts(self, settings: dict[str, Any]) -> Iterator[Draft]:
+        axes = {**self._suite.axes, **self._request.sweeps}
+        fixed = {**self._request.groups, **self._request.values}
+        varying = [key for key, values in axes.items() if len(values) > 1 and key not in LAYOUT_KEYS]
+        choices = [[fixed[key]] if key in fixed else values for key, values in axes.items()]
+        for combination in itertools.product(*choices):
+            values = dict(zip(axes, combination, strict=True))
+            tokens = [token(key, values[key]) for key in varying]
+            for name, point in (self._suite.points or {"": {}}).items():
+                merged = values | flatten(point)
+                for layout in self._layouts(merged, settings):
+                    yield Draft(merged | layout, [str(name), *tokens])
+        for include in self._include_values:
+            tokens = [token(key, value) for key, value in include.items() if key not in LAYOUT_KEYS]
+            yield Draft(dict(include), tokens, forced=True)
+
+    def _layouts(self, values: dict[str, Any], settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        suite = self._suite
+        if not suite.layouts and not suite.factorise:
+            yield {}
+            return
+        asked = self._request.values.get("world_size", values.get("world_size"))
+        world = asked or settings.get("world_size") or self._device_count(values, settings)
+        if suite.layouts and world not in suite.layouts:
+            sizes = ", ".join(str(size) for size in sorted(suite.layouts))
+            smaller = [size for size in suite.layouts if size <= world]
+            if asked is not None or not smaller:
+                raise ValueError(f"suite {suite.name} has layouts for world sizes {sizes}, not for {world}")
+            note = f"suite {suite.name} has layouts for world sizes {sizes}: {max(smaller)} of {world} devices are used"
+            if note not in self.warnings:
+                self.warnings.append(note)
+            world = max(smaller)
+        for degrees in suite.layouts_for(world):
+            yield {"world_size": world} | {f"parallelism.{axis}_size": size for axis, size in degrees.items()}
+
+    def _device_count(self, values: dict[str, Any], settings: dict[str, Any]) -> int:
+        config = self._config(Draft({key: value for key, value in values.items() if key in GROUPS}), settings)
+        fill_hardware(config.hardware, None)
+        assert config.hardware.device_count is not None, "filled"
+        return config.hardware.device_count
+
+    def _config(self, draft: Draft, settings: dict[str, Any]) -> Config:
+        """Files, then what their names imply, then the suite's settings, the point, and last the command line."""
+        groups = dict(self._groups)
+        values: dict[str, Any] = {}
+        for key, value in (settings | draft.values).items():
+            if key in GROUPS and key not in groups:
+                groups[key], implied = choose(key, str(value), self._sources)
+                values |= implied
+        values |= {key: value for key, value in settings.items() if key not in GROUPS}
+        values |= {key: value for key, value in draft.values.items() if key not in GROUPS}
+        values |= self._request.values
+        config = self._composer.config(groups)
+        for key, value in values.items():
+            set_value(config, key, typed(key, value))
+        return config
+
+    def _point(self, draft: Draft, settings: dict[str, Any]) -> Point:
+        config = self._config(draft, settings)
+        given = {key[6:] for key in {*draft.values, *self._request.values} if key.startswith("model.")}
+        refused = fill(config, given)
+        cell = Cell(cell_name(layout_name(config.parallelism), draft.tokens), self._suite.name, config)
+        contradiction = self._contradiction(draft, config)
+        if contradiction is not None:
+            return Point(cell, contradiction, [], [], contradicts=True)
+        if refused:
+            return Point(cell, None, refused, [])
+        excluded = None if draft.forced else self._rule_against(config)
+        if excluded is not None:
+            return Point(cell, excluded, [], [])
+        refused = refusals(cell)
+        return Point(cell, None, refused, [] if refused else shortages(cell, self._here))
+
+    def _contradiction(self, draft: Draft, config: Config) -> str | None:
+        for key, value in draft.values.items():
+            asked = self._request.values.get(key, value)
+            if key in self._request.groups:
+                asked = self._request.groups[key]
+            if asked != value and asked != -1:
+                return f"the command line asks for {key}={asked}"
+        if "parallelism" in self._request.groups and DEGREES[0] in draft.values:
+            name = self._request.groups["parallelism"]
+            wanted = self._composer.config({"parallelism": name}).parallelism
+            for key, value in self._request.values.items():
+                if key in DEGREES:
+                    setattr(wanted, key.partition(".")[2], value)
+            try:
+                same = wanted.resolved(config.world_size or 1).sizes == config.parallelism.sizes
+            except ValueError:
+                same = False
+            return None if same else f"the command line asks for parallelism={name}"
+        return None
+
+    def _rule_against(self, config: Config) -> str | None:
+        if any(rule.holds(config) for rule in self._include):
+            return None
+        for rule in self._exclude:
+            if rule.holds(config):
+                return rule.text
+        for values in self._exclude_values:
+            if all(_is(config, key, value) for key, value in values.items()):
+                return ", ".join(f"{key}={value}" for key, value in values.items())
+        return None
+
+
+def _is(config: Config, key: str, value: Any) -> bool:
+    if key in GROUPS:
+        return bool(get_value(config, f"{key}.name") == value)
+    return bool(get_value(config, key) == typed(key, value))
+
+
+def _rules(rules: list[Any], where: str) -> tuple[list[Any], list[dict[str, Any]]]:
+    expressions = [parse_expression(rule, where) for rule in rules if isinstance(rule, str)]
+    return expressions, [flatten(rule) for rule in rules if isinstance(rule, dict)]

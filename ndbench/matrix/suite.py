@@ -1,0 +1,136 @@
+"""A suite: what varies (axes, points, layouts), what is left out, and the settings it needs on each kind of device.
+
+Reads nothing and runs nothing; ``compose`` hands in the file's content, ``expand`` makes cells of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ndbench.matrix.keys import type_of, typed
+from ndbench.matrix.layouts import parse_layout
+from ndbench.matrix.sources import GROUPS, Sources, close_to
+from ndbench.parallel.config import AXES
+
+DEVICES = ("all", "cpu", "cuda")
+
+
+@dataclass
+class SuiteConfig:
+    """One file of ``suites/``."""
+
+    name: str = ""
+    description: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """``all``, ``cpu``, ``cuda`` -> {key or group: value}; a list for a group means "the first whose cells all fit"."""
+    gate: dict[str, Any] = field(default_factory=dict)
+    """Values of ``gate.*``."""
+    axes: dict[str, Any] = field(default_factory=dict)
+    """Key or group -> its values; every combination is a cell."""
+    points: dict[str, Any] = field(default_factory=dict)
+    """Name -> {key or group: value}: combinations that are not a product."""
+    layouts: dict[int, Any] = field(default_factory=dict)
+    """World size -> layouts, by name (``hsdp2x4_tp2``)."""
+    factorise: list[str] = field(default_factory=list)
+    """Axes over which every factorisation of the world size is a layout."""
+    exclude: list[Any] = field(default_factory=list)
+    """Expressions, or {key: value}: cells to leave out."""
+    include: list[Any] = field(default_factory=list)
+    """Expressions: cells that no exclude touches. Mappings {key: value}: further cells, no exclude touches them."""
+
+    def settings_for(self, device: str) -> dict[str, Any]:
+        """Settings of a device, nested groups written out as dotted keys; the device's own win over ``all``."""
+        found = {f"gate.{key}": value for key, value in self.gate.items()}
+        for section in ("all", device):
+            found.update(flatten(self.settings.get(section) or {}))
+        return found
+
+    def layouts_for(self, world_size: int) -> list[dict[str, int]]:
+        """Degrees by axis of each layout at a world size; empty when the suite does not name layouts."""
+        if self.factorise:
+            return list(factorisations(world_size, self.factorise))
+        return [parse_layout(layout) for layout in self.layouts.get(world_size) or []]
+
+
+def flatten(settings: dict[str, Any]) -> dict[str, Any]:
+    """``{"training": {"steps": 3}}`` and ``{"training.steps": 3}`` mean the same."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, dict) and "." not in key:
+            flat.update({f"{key}.{name}": item for name, item in value.items()})
+        else:
+            flat[key] = value
+    return flat
+
+
+def factorisations(world_size: int, axes: list[str]) -> Iterator[dict[str, int]]:
+    """Every way to write ``world_size`` as a product over the named axes; the other axes are 1."""
+
+    def split(rest: int, names: list[str]) -> Iterator[dict[str, int]]:
+        if len(names) == 1:
+            yield {names[0]: rest}
+            return
+        for size in range(1, rest + 1):
+            if rest % size == 0:
+                for others in split(rest // size, names[1:]):
+                    yield {names[0]: size, **others}
+
+    for sizes in split(world_size, axes):
+        yield {axis: sizes.get(axis, 1) for axis in AXES}
+
+
+def check_suite(suite: SuiteConfig, sources: Sources) -> None:
+    """Check every key, name and value a suite holds, so that a mistake is found whatever is selected.
+
+    Raises ``ValueError`` without the file's name; the caller adds it.
+    """
+    for section in suite.settings:
+        if section not in DEVICES:
+            raise ValueError(f"settings.{section} is not one of {', '.join(DEVICES)}{close_to(section, DEVICES)}")
+    for device in DEVICES:
+        for key, value in suite.settings_for(device).items():
+            _check(key, value if isinstance(value, list) and key in GROUPS else [value], sources)
+    for key, values in suite.axes.items():
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"axes.{key} is not a list of values: {values}")
+        _check(key, values, sources)
+    for name, point in suite.points.items():
+        if not isinstance(point, dict):
+            raise ValueError(f"points.{name} is not a mapping of keys to values")
+        for key, value in flatten(point).items():
+            _check(key, [value], sources)
+    for rule in [*suite.exclude, *suite.include]:
+        if isinstance(rule, dict):
+            for key, value in flatten(rule).items():
+                _check(key, [value], sources)
+        elif not isinstance(rule, str):
+            raise ValueError(f"rule {rule!r} is neither an expression nor a mapping")
+    for axis in suite.factorise:
+        if axis not in AXES:
+            raise ValueError(f"factorise names '{axis}', the axes are {', '.join(AXES)}{close_to(axis, AXES)}")
+    if suite.factorise and suite.layouts:
+        raise ValueError("a suite has layouts or factorise, not both")
+    for size, layouts in suite.layouts.items():
+        for layout in layouts if isinstance(layouts, list) else [layouts]:
+            degrees = parse_layout(layout)
+            product = 1
+            for degree in degrees.values():
+                product *= degree
+            if product != size:
+                raise ValueError(f"layout {layout} is {product} ranks, it stands under world size {size}")
+
+
+def _check(key: str, values: list[Any], sources: Sources) -> None:
+    if key == "suite":
+        raise ValueError("a suite cannot name a suite")
+    if key not in GROUPS:
+        type_of(key)
+    for value in values:
+        if key not in GROUPS:
+            typed(key, value)
+            continue
+        from ndbench.matrix.overrides import choose
+
+        choose(key, str(value), sources)
