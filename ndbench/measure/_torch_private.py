@@ -49,7 +49,12 @@ def is_dtensor(kind: type) -> bool:
     return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
 
 
-def at_end_of_backward(callback: Callable[[], object]) -> None:
+def on_gradient(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the gradient of ``tensor`` is known."""
+    tensor.register_hook(lambda _: callback())  # type: ignore[no-untyped-call]
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass that is running has computed every gradient."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 

@@ -1,11 +1,11 @@
 """Which collectives one step issues: operation, mesh axis, count, bytes, and the module they come from.
 
-A dispatch mode for one instrumented step. It sees the collectives of ``torch.distributed`` (``c10d``), functional ones
-(``_c10d_functional``, which DTensor and compiled code use) and point-to-point messages, in forward and backward; it knows
-nothing of any engine. The result is exact and the same on every machine.
+A dispatch mode for one instrumented step. It sees the collectives of ``torch.distributed`` (``c10d``), functional
+ones (``_c10d_functional``, which DTensor and compiled code use) and point-to-point messages, in forward and backward.
+It knows nothing of any engine. The result is exact and the same on every machine.
 
-Bytes are those that this rank puts on the wire by the bandwidth-optimal algorithm, for a group of n ranks (rounded down;
-Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005):
+Bytes are those that this rank puts on the wire by the bandwidth-optimal algorithm in a group of n ranks, rounded down
+(Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005):
 
     all_gather       (n - 1) x the rank's shard        = (n - 1)/n x the output
     reduce_scatter   (n - 1)/n x the input
@@ -66,7 +66,7 @@ OPERATIONS = {
     "barrier": "barrier",
     "monitored_barrier_": "barrier",
 }
-"""Our name by operator name. An operator on a process group that is not listed is recorded under its own name, 0 bytes."""
+"""Our name by operator name. Any other operator on a process group is recorded under its own name with 0 bytes."""
 
 PAYLOADS = ("input_tensor", "input_tensors", "input_list", "inputs", "input", "tensors", "tensor")
 """Names of the argument that holds what this rank contributes, in the order in which they are looked for."""
@@ -75,8 +75,9 @@ PAYLOADS = ("input_tensor", "input_tensors", "input_list", "inputs", "input", "t
 class CollectiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the collectives of the code run inside this context.
 
-    ``axis_of_group``: process-group name -> label of the mesh axis. ``model``: when given, each collective is filed under
-    the innermost module being run (in backward: whose gradient is being computed, as well as hooks can tell).
+    ``axis_of_group``: process-group name -> label of the mesh axis. ``model``: when given, each collective is filed
+    under the innermost module being run (in backward: whose gradient is being computed, as well as hooks can tell;
+    FSDP gathers a block's parameters ahead, in the block before it).
     """
 
     def __init__(self, axis_of_group: Mapping[str, str], model: torch.nn.Module | None = None) -> None:

@@ -53,27 +53,27 @@ class ModuleStack:
         self._stack = []
 
     def _before_forward(self, name: str) -> Any:
-        def hook(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        def hook(_module: torch.nn.Module, args: Any, kwargs: Any) -> None:
             self._stack.append(name)
             for tensor in _differentiable((args, kwargs)):
-                tensor.register_hook(lambda _: self._leave(name))
+                private.on_gradient(tensor, lambda: self._leave(name))
 
         return hook
 
     def _with_output(self, name: str) -> Any:
         # Before FSDP's hook, so that our hook on the output's gradient also comes before the all-gather of FSDP's.
-        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+        def hook(_module: torch.nn.Module, _args: Any, output: Any) -> None:
             for tensor in _differentiable(output):
-                tensor.register_hook(lambda _: self._enter_backward(name))
+                private.on_gradient(tensor, lambda: self._enter_backward(name))
 
         return hook
 
     def _after_forward(self, name: str) -> Any:
         # After TP's hook, which may have made another output.
-        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+        def hook(_module: torch.nn.Module, _args: Any, output: Any) -> None:
             self._leave(name)
             for tensor in _differentiable(output):
-                tensor.register_hook(lambda _: self._enter_backward(name))
+                private.on_gradient(tensor, lambda: self._enter_backward(name))
 
         return hook
 
