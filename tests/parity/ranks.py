@@ -2,89 +2,56 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from ndbench.config import ModelConfig, TrainingConfig
 from ndbench.engines.bundled import BundledEngine
-from ndbench.engines.protocol import Batch
-from ndbench.parallel.config import ParallelismConfig
+from ndbench.parallel._torch_private import local_tensor
+from ndbench.parallel.initialize import local_slice
 from ndbench.parallel.mesh import build_mesh
+from tests.parity.cases import Case, batch
+
+Piece = tuple[range, range | None, torch.Tensor]
+"""Rows and columns of a global tensor, and its values there, as one rank holds them."""
 
 
-@dataclasses.dataclass
-class Case:
-    """One model, layout and training configuration, and what to hand back."""
+def train(case: Case, plant: Callable[[BundledEngine], None] | None = None) -> dict[str, Any]:
+    """Run ``case`` on this rank: losses, norms and tokens of each step, pieces of gradients and weights.
 
-    model: ModelConfig
-    parallelism: ParallelismConfig
-    training: TrainingConfig
-    steps: int = 5
-    documents: bool = False
-    gradients: bool = False
-    """Every parameter's whole gradient of the first step (taken before the steps)."""
-    weights: bool = False
-    """Every parameter's whole value after the steps."""
-
-
-def batch(case: Case, step: int, rank: int, ranks: int) -> Batch:
-    """Random tokens; each sequence has another number of valid tokens, and some have none at all."""
-    training, vocab_size = case.training, case.model.vocab_size
-    assert vocab_size is not None
-    total, length = training.global_batch_size, training.sequence_length
-    generator = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(0, vocab_size, (total, length + 1), generator=generator)
-    labels = tokens[:, 1:].clone()
-    for index in range(total):
-        # The first eighth of the batch has no valid token: at 8 batch ranks the first rank has none.
-        masked = length if index < max(1, total // 8) else (index * 37) % (length - 2)
-        labels[index, :masked] = -100
-    positions = torch.arange(length).repeat(total, 1)
-    documents = None
-    if case.documents:
-        cuts = torch.rand(total, length, generator=generator) < 4 / length
-        cuts[:, 0] = False
-        documents = cuts.cumsum(1)
-        starts = torch.where(cuts, positions, 0).cummax(1).values
-        positions = positions - starts
-    rows = slice(rank * total // ranks, (rank + 1) * total // ranks)
-    return Batch(
-        tokens[rows, :-1].contiguous(), labels[rows], positions[rows], None if documents is None else documents[rows]
-    )
-
-
-def train(case: Case) -> dict[str, Any]:
-    """Run ``case`` on this rank: losses, norms and tokens of each step, and on rank 0 what else was asked for."""
+    ``plant`` may put a fault into the engine after it is built.
+    """
     mesh = build_mesh(case.parallelism, "cpu")
-    engine = BundledEngine(weight_jitter=case.model.initializer_range)
+    engine = BundledEngine(weight_jitter=case.weight_jitter)
     engine.build(case.model, case.training, mesh, torch.device("cpu"))
-    result: dict[str, Any] = {"loss": [], "norm": [], "tokens": []}
+    if plant is not None:
+        plant(engine)
     assert engine.model is not None
-    if case.gradients:
-        assert engine._step is not None
+    assert engine._step is not None
+    result: dict[str, Any] = {"loss": [], "norm": [], "tokens": [], "facts": engine.info()}
+    if case.tensors:
         engine._step.backward(batch(case, 0, mesh.batch_rank, mesh.batch_size))
-        result["gradients"] = whole({n: p.grad for n, p in engine.model.named_parameters()})
+        result["gradients"] = pieces({name: p.grad for name, p in engine.model.named_parameters()})
         engine.model.zero_grad()
     for step in range(case.steps):
         done = engine.step(batch(case, step, mesh.batch_rank, mesh.batch_size))
-        result["loss"].append(float(done.loss))
-        result["norm"].append(float(done.grad_norm))  # type: ignore[arg-type]
-        result["tokens"].append(int(done.tokens))  # type: ignore[arg-type]
-    if case.weights:
-        result["weights"] = whole(dict(engine.model.named_parameters()))
+        assert isinstance(done.loss, torch.Tensor)
+        assert isinstance(done.grad_norm, torch.Tensor)
+        assert isinstance(done.tokens, torch.Tensor)
+        result["loss"].append(done.loss.item())
+        result["norm"].append(done.grad_norm.item())
+        result["tokens"].append(int(done.tokens))
+    if case.tensors:
+        result["weights"] = pieces(dict(engine.model.named_parameters()))
     engine.close()
     return result
 
 
-def whole(tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None] | None:
-    """Global tensors from DTensors by gathering every shard, on rank 0."""
-    gathered: dict[str, torch.Tensor | None] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        gathered[name] = None if tensor is None else tensor.detach().clone()
-    return gathered if not dist.is_initialized() or dist.get_rank() == 0 else None
+def pieces(tensors: dict[str, torch.Tensor | None]) -> dict[str, Piece]:
+    """This rank's part of each tensor that exists."""
+    return {
+        name: (*local_slice(tensor), local_tensor(tensor).detach().clone())
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
