@@ -1,0 +1,178 @@
+"""The verdict on speed: one hypothesis a cell, decided for all cells of a run together.
+
+Repeats become one number each, the median log step time; a cell is regressed when the prediction interval of at least
+three baseline sessions excludes it after Holm's correction over the gated cells, and the slowdown is worth telling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from ndbench.compare.result import MetricVerdict
+from ndbench.compare.statistics import (
+    MIN_REPEATS,
+    MIN_SESSIONS,
+    SESSION_SD,
+    Estimate,
+    estimate_one_session,
+    estimate_sessions,
+    holm,
+    minimal_effect,
+    repeats_to_pass,
+)
+from ndbench.results.schema import Record
+
+PASS_CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class GateRule:
+    """``gate.*`` with its defaults filled in for one kind of device."""
+
+    min_effect: float
+    resolve: float
+    session_sd: float
+    """Spread to expect between sessions until they say otherwise: 1 % on a GPU. A shared CPU has been seen to differ
+    by 10 to 16 % between launches of the same code."""
+    alpha: float = 0.01
+
+
+def gate_rule(accelerator: bool, min_effect: float | None, resolve: float | None, alpha: float) -> GateRule:
+    defaults = (0.01, 0.03, SESSION_SD) if accelerator else (0.05, 0.30, 0.12)
+    return GateRule(
+        min_effect=defaults[0] if min_effect is None else min_effect,
+        resolve=defaults[1] if resolve is None else resolve,
+        session_sd=defaults[2],
+        alpha=alpha,
+    )
+
+
+def log_step_time(record: Record) -> float:
+    """Median over the timed steps of log(seconds), seconds being those of the slowest rank."""
+    steps = record["steps"]
+    return median(math.log(seconds) for seconds in steps["seconds"][steps["first_timed"] :])
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Log step times of one cell: the head's repeats, and each baseline session's."""
+
+    head: list[float]
+    sessions: list[list[float]]
+    rule: GateRule
+
+
+@dataclass(frozen=True)
+class _Judged:
+    timing: Timing
+    measured: Estimate | None
+    """With the spread as measured: for the interval shown and for a pass."""
+    cautious: Estimate | None
+    """With sessions expected to differ as on this kind of device: for a regression. Null when none can be called."""
+
+
+def timing_of(head: Sequence[Record], sessions: Sequence[Sequence[Record]], rule: GateRule) -> Timing:
+    return Timing(
+        [log_step_time(record) for record in head],
+        [[log_step_time(record) for record in session] for session in sessions],
+        rule,
+    )
+
+
+def judge(timings: Mapping[str, Timing]) -> dict[str, MetricVerdict]:
+    """The verdict on ``tokens_per_second`` of every cell. All cells must be given at once: Holm counts them."""
+    judged = {name: _estimate(timing) for name, timing in timings.items()}
+    gated = [name for name in judged if judged[name].cautious is not None]
+    estimates = [estimate for name in gated if (estimate := judged[name].cautious) is not None]
+    alpha = min((timings[name].rule.alpha for name in gated), default=0.01)
+    slower = dict(zip(gated, holm([estimate.p_slower for estimate in estimates], alpha), strict=True))
+    faster = dict(zip(gated, holm([estimate.p_faster for estimate in estimates], alpha), strict=True))
+    return {
+        name: _verdict(one, slower.get(name, False), faster.get(name, False), alpha / max(1, len(gated)))
+        for name, one in judged.items()
+    }
+
+
+def _estimate(timing: Timing) -> _Judged:
+    head, sessions = timing.head, timing.sessions
+    if len(sessions) < MIN_SESSIONS:
+        return _Judged(timing, estimate_one_session(head, sessions), None)
+    measured = estimate_sessions(head, sessions, SESSION_SD)
+    if len(head) < MIN_REPEATS:
+        return _Judged(timing, measured, None)
+    return _Judged(timing, measured, estimate_sessions(head, sessions, timing.rule.session_sd))
+
+
+def _verdict(judged: _Judged, slower: bool, faster: bool, alpha: float) -> MetricVerdict:
+    timing, rule, estimate = judged.timing, judged.timing.rule, judged.measured
+    effect = fmean(timing.head) - fmean([fmean(s) for s in timing.sessions]) if estimate is None else estimate.effect
+    slowdown = math.expm1(effect)
+    low, high = (None, None) if estimate is None else estimate.interval()
+    size = _sentence(slowdown, low, high, len(timing.head), timing.sessions)
+    least = None if judged.cautious is None else math.expm1(minimal_effect(judged.cautious, alpha))
+    bound = None if estimate is None else math.expm1(estimate.bound(PASS_CONFIDENCE))
+
+    if slower and slowdown >= rule.min_effect:
+        verdict, reason = "regressed", f"{size}; noise does this in under {rule.alpha:.0%} of suites"
+    elif faster and math.expm1(-effect) >= rule.min_effect:
+        verdict, reason = "improved", size
+    elif len(timing.head) < MIN_REPEATS:
+        verdict = "inconclusive"
+        reason = f"{size}; a verdict needs at least {MIN_REPEATS} repeats, there are {len(timing.head)}"
+    elif slowdown >= rule.min_effect:
+        verdict, reason = "inconclusive", f"{size}; {_what_it_takes(judged, least)}"
+    elif bound is not None and bound < rule.resolve:
+        verdict, reason = "pass", f"{size}; slower by at most {bound:.1%} (95 %), under {rule.resolve:.0%}"
+    else:
+        verdict, reason = "inconclusive", f"{size}; {_how_to_pass(judged, bound)}"
+    return MetricVerdict(
+        "tokens_per_second",
+        verdict,
+        reason,
+        change=math.expm1(-effect),
+        low=None if high is None else math.expm1(-high),
+        high=None if low is None else math.expm1(-low),
+        details={
+            "log_effect": effect,
+            "sessions": len(timing.sessions),
+            "upper_bound": bound,
+            "minimal_effect": least,
+            "p_slower": None if judged.cautious is None else judged.cautious.p_slower,
+            "gated_cells_alpha": alpha,
+        },
+    )
+
+
+def _sentence(slowdown: float, low: float | None, high: float | None, repeats: int, sessions: list[list[float]]) -> str:
+    interval = f" [{math.expm1(low):+.1%}, {math.expm1(high):+.1%}]" if low is not None and high is not None else ""
+    total = sum(len(session) for session in sessions)
+    plural = "s" if len(sessions) != 1 else ""
+    return f"step time {slowdown:+.1%}{interval}, {repeats} against {total} repeats of {len(sessions)} session{plural}"
+
+
+def _what_it_takes(judged: _Judged, least: float | None) -> str:
+    if least is None:
+        lacking = MIN_SESSIONS - len(judged.timing.sessions)
+        return (
+            f"suspected slower, but a regression needs {MIN_SESSIONS} baseline sessions to know how sessions differ: "
+            f"accept {lacking} more"
+        )
+    return (
+        f"suspected slower, but launches and sessions differ too much to tell: "
+        f"the smallest slowdown this baseline can show is {least:.0%}"
+    )
+
+
+def _how_to_pass(judged: _Judged, bound: float | None) -> str:
+    timing, rule = judged.timing, judged.timing.rule
+    if bound is None:
+        return "one repeat on each side does not tell how launches differ"
+    said = f"it may be slower by {bound:.1%} (95 %), not under gate.resolve {rule.resolve:.0%}"
+    assert judged.measured is not None
+    enough = repeats_to_pass(timing.head, timing.sessions, judged.measured.effect, math.log1p(rule.resolve))
+    if enough is None:
+        return f"{said}; more repeats would not settle it, a quieter machine or more baseline sessions would"
+    return f"{said}; measure.repeats={enough} would settle it if launches keep differing as they do"

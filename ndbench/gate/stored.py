@@ -1,0 +1,100 @@
+"""Comparing and accepting stored runs: reads folders, asks ``compare`` for the verdict, hands it to ``results``.
+
+What the verbs ``compare`` and ``baseline accept`` do, and what a run does at its end. Measures nothing.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from ndbench.compare.result import Comparison
+from ndbench.compare.verdict import compare
+from ndbench.config import GateConfig, cell_from_dict
+from ndbench.config import cell_id as identity
+from ndbench.results.baseline import Accepted, accept, hardware_key
+from ndbench.results.sessions import Baseline, baseline_folder, baseline_of_run, read_baseline
+from ndbench.results.store import RunFolder, find_run
+
+
+def compare_run(
+    run: RunFolder, baseline: Baseline | None, gate: GateConfig | None = None, now: datetime | None = None
+) -> Comparison:
+    """The verdict on a run folder; ``gate`` defaults to what the run was made with.
+
+    Raises ``ValueError`` naming the file when the plan or a record is unreadable.
+    """
+    records = run.records()
+    plan = run.plan if run.plan_path.is_file() else _plan_of(records)
+    return compare(
+        records,
+        baseline,
+        [{"name": cell["name"], "cell_id": cell.get("cell_id") or identity(cell)} for cell in plan["cells"]],
+        gate or _gate(plan),
+        suite=plan.get("suite", ""),
+        run=plan.get("run", run.path.name),
+        unselected=plan.get("unselected", []),
+        skipped=plan.get("skipped", []),
+        excluded=plan.get("excluded", []),
+        planned_repeats=plan.get("repeats", {}),
+        now=now,
+    )
+
+
+def compare_two(
+    run_a: RunFolder | str | Path,
+    run_b: RunFolder | str | Path,
+    results_dir: str | Path = "results",
+    gate: GateConfig | None = None,
+) -> Comparison:
+    """The verdict on run B with run A as its only baseline session."""
+    a, b = (run if isinstance(run, RunFolder) else find_run(run, results_dir) for run in (run_a, run_b))
+    return compare_run(b, baseline_of_run(a), gate)
+
+
+def accept_run(
+    run: RunFolder | str | Path,
+    reason: str,
+    *,
+    results_dir: str | Path = "results",
+    folder: str | Path | None = None,
+    hardware: str | None = None,
+    cells: str | None = None,
+    force: bool = False,
+    by: str | None = None,
+    now: datetime | None = None,
+) -> Accepted:
+    """Accept a run after comparing it with the baseline as it stands now, whatever it was compared with before.
+
+    See :func:`ndbench.results.baseline.accept` for the arguments and errors.
+    """
+    run = run if isinstance(run, RunFolder) else find_run(run, results_dir)
+    records = run.records()
+    if not records:
+        raise ValueError(f"{run.path} holds no record: there is nothing to accept")
+    target = (
+        Path(folder) if folder else baseline_folder(results_dir, hardware or hardware_key(records), records[0]["suite"])
+    )
+    baseline = read_baseline(target) if target.is_dir() and any(target.glob("*/session.json")) else None
+    if baseline is not None:  # the run itself may be in it already, whole or in part
+        others = [session for session in baseline.sessions if session.session != records[0]["session"]]
+        baseline = Baseline(baseline.source, others)
+    verdicts = {cell.name: cell.verdict for cell in compare_run(run, baseline).cells}
+    return accept(
+        run, reason, results_dir=results_dir, folder=target, cells=cells, force=force, verdicts=verdicts, by=by, now=now
+    )
+
+
+def _plan_of(records: list[Any]) -> dict[str, Any]:
+    """A plan as far as records alone tell it, for a folder that has lost its own."""
+    cells = {record["cell"]["name"]: record["cell"] for record in records}
+    return {"cells": list(cells.values()), "suite": records[0]["suite"] if records else ""}
+
+
+def _gate(plan: dict[str, Any]) -> GateConfig:
+    return (
+        cell_from_dict({k: v for k, v in plan["cells"][0].items() if k != "cell_id"}).config.gate
+        if plan["cells"]
+        else GateConfig()
+    )
