@@ -108,7 +108,7 @@ class Composer:
 def _siblings(key: str) -> list[str]:
     node: Any = OmegaConf.structured(_Root(suite=SuiteConfig()))
     for part in key.split(".")[:-1]:
-        node = node[part] if part in node else None
+        node = node.get(part)
         if node is None:
             return []
     return [str(name) for name in node]

@@ -50,13 +50,17 @@ class Expression:
     where: str
     tree: ast.expr
 
-    def holds(self, config: Config) -> bool:
-        """Truth for a resolved cell. Raises ``ValueError`` naming file and expression when a value does not fit."""
+    def value(self, config: Config) -> Any:
+        """Value for a resolved cell. Raises ``ValueError`` naming file and expression when there is none."""
         try:
-            result = _value(self.tree, config)
+            return _value(self.tree, config)
         except (TypeError, ZeroDivisionError) as error:
             keys = ", ".join(f"{key} is {get_value(config, _full(key))}" for key in sorted(_names(self.tree)))
             raise ValueError(f"{self.where}: expression '{self.text}' has no value where {keys}: {error}") from error
+
+    def holds(self, config: Config) -> bool:
+        """Truth for a resolved cell. Raises ``ValueError`` naming file and expression when it has none."""
+        result = self.value(config)
         if not isinstance(result, bool):
             raise ValueError(f"{self.where}: expression '{self.text}' is {result!r}, not true or false")
         return result
@@ -150,13 +154,8 @@ def _value(node: ast.expr, config: Config) -> Any:
         case ast.BoolOp(values=parts):
             return any(_value(part, config) for part in parts)
         case ast.Compare(left=left, ops=ops, comparators=others):
-            value = _value(left, config)
-            for op, other in zip(ops, others, strict=True):
-                right_value = _value(other, config)
-                if not _COMPARE[type(op)](value, right_value):
-                    return False
-                value = right_value
-            return True
+            values = [_value(part, config) for part in (left, *others)]
+            return all(_COMPARE[type(sign)](a, b) for sign, a, b in zip(ops, values, values[1:], strict=False))
     raise AssertionError(f"checked when parsed: {ast.dump(node)}")
 
 

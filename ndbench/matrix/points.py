@@ -6,6 +6,7 @@ is left out with that reason.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,13 +14,13 @@ from typing import Any
 
 from ndbench.config import Cell, Config
 from ndbench.matrix.compose import Composer
-from ndbench.matrix.expressions import parse_expression
+from ndbench.matrix.expressions import Expression, parse_expression
 from ndbench.matrix.keys import get_value, set_value, typed
 from ndbench.matrix.names import cell_name, layout_name, token
 from ndbench.matrix.overrides import Request, choose
-from ndbench.matrix.resolve import fill, fill_hardware, refusals, shortages
+from ndbench.matrix.resolve import fill, fill_world, refusals, shortages
 from ndbench.matrix.sources import GROUPS, Sources
-from ndbench.matrix.suite import SuiteConfig, flatten
+from ndbench.matrix.suite import SuiteConfig, flatten, is_computed
 from ndbench.parallel.config import AXES
 
 DEGREES = tuple(f"parallelism.{axis}_size" for axis in AXES)
@@ -58,9 +59,9 @@ class PointMaker:
         self._composer, self._sources, self._request, self._suite, self._here = composer, sources, request, suite, here
         self._groups = {group: name for group, name in request.groups.items() if group != "suite"}
         self.warnings: list[str] = []
-        where = str(sources.files["suite"][suite.name]) if suite.name in sources.files["suite"] else "suite"
-        self._exclude, self._exclude_values = _rules(suite.exclude, where)
-        self._include, self._include_values = _rules(suite.include, where)
+        self._where = str(sources.files["suite"].get(suite.name, suite.name))
+        self._exclude, self._exclude_values = _rules(suite.exclude, self._where)
+        self._include, self._include_values = _rules(suite.include, self._where)
         named = bool(suite.layouts or suite.factorise)
         swept = sorted({"parallelism", *DEGREES} & set(request.sweeps))
         if named and swept:
@@ -106,9 +107,8 @@ class PointMaker:
 
     def _device_count(self, values: dict[str, Any], settings: dict[str, Any]) -> int:
         config = self._config(Draft({key: value for key, value in values.items() if key in GROUPS}), settings)
-        fill_hardware(config.hardware, None)
-        assert config.hardware.device_count is not None, "filled"
-        return config.hardware.device_count
+        config.world_size = None
+        return fill_world(config)
 
     def _config(self, draft: Draft, settings: dict[str, Any]) -> Config:
         """Files, then what their names imply, then the suite's settings, the point, and last the command line."""
@@ -122,8 +122,15 @@ class PointMaker:
         values |= {key: value for key, value in draft.values.items() if key not in GROUPS}
         values |= self._request.values
         config = self._composer.config(groups)
+        computed = {key: value for key, value in values.items() if is_computed(value)}
         for key, value in values.items():
-            set_value(config, key, typed(key, value))
+            if key not in computed:
+                set_value(config, key, typed(key, value))
+        if computed:
+            fill_world(config)
+        for key, value in computed.items():
+            expression = parse_expression(value[1:], f"{self._where}: {key}")
+            set_value(config, key, typed(key, expression.value(config)))
         return config
 
     def _point(self, draft: Draft, settings: dict[str, Any]) -> Point:
@@ -133,6 +140,10 @@ class PointMaker:
         cell = Cell(cell_name(layout_name(config.parallelism), draft.tokens), self._suite.name, config)
         contradiction = self._contradiction(draft, config)
         if contradiction is not None:
+            degrees = {key: draft.values[key] for key in DEGREES if key in draft.values}
+            for key, degree in degrees.items():
+                set_value(config, key, degree)
+            cell = dataclasses.replace(cell, name=cell_name(layout_name(config.parallelism), draft.tokens))
             return Point(cell, contradiction, [], [], contradicts=True)
         if refused:
             return Point(cell, None, refused, [])
@@ -180,6 +191,6 @@ def _is(config: Config, key: str, value: Any) -> bool:
     return bool(get_value(config, key) == typed(key, value))
 
 
-def _rules(rules: list[Any], where: str) -> tuple[list[Any], list[dict[str, Any]]]:
+def _rules(rules: list[Any], where: str) -> tuple[list[Expression], list[dict[str, Any]]]:
     expressions = [parse_expression(rule, where) for rule in rules if isinstance(rule, str)]
     return expressions, [flatten(rule) for rule in rules if isinstance(rule, dict)]

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ndbench.config import Cell, Config, HardwareConfig, ModelConfig
+from ndbench.config import Cell, Config, ModelConfig
 from ndbench.engines.protocol import Engine, load_engine
 from ndbench.matrix.keys import LEAST, VALUES, get_value, set_value, typed
 
@@ -107,23 +107,25 @@ def visible(match: str | None) -> int:
     return sum(1 for device in found if match is None or re.search(match, str(device["name"]), re.IGNORECASE))
 
 
-def fill_hardware(hardware: HardwareConfig, world_size: int | None) -> None:
+def fill_world(config: Config) -> int:
+    """Fill the device count and the world size; returns the latter."""
+    hardware = config.hardware
     if hardware.device_count is None:
         if hardware.device == "cpu":
             hardware.device_count = CPU_RANKS
         else:
             hardware.device_count = visible(hardware.match) or hardware.gpus_per_node or ASSUMED_DEVICES
-    if hardware.device == "cpu" and world_size is not None:
-        hardware.device_count = max(hardware.device_count, world_size)  # ranks are processes: there is no limit
+    if config.world_size is None:
+        config.world_size = hardware.device_count
+    if hardware.device == "cpu":
+        hardware.device_count = max(hardware.device_count, config.world_size)  # ranks are processes: there is no limit
+    return config.world_size
 
 
 def fill(config: Config, given: set[str]) -> list[str]:
     """Fill the defaults of one cell in place; what is wrong with its degrees, empty when they stand for a layout."""
     fill_model(config.model, given)
-    fill_hardware(config.hardware, config.world_size)
-    if config.world_size is None:
-        config.world_size = config.hardware.device_count
-    assert config.world_size is not None, "filled above"
+    world_size = fill_world(config)
     gpu = config.hardware.device != "cpu"
     if config.engine.target is not None and config.engine.name == "ndbench":
         config.engine.name = re.split(r"[.:]", config.engine.target)[-1]
@@ -134,9 +136,9 @@ def fill(config: Config, given: set[str]) -> list[str]:
     if config.gate.resolve is None:
         config.gate.resolve = 0.03 if gpu else 0.30
     if config.launcher.omp_num_threads is None:
-        config.launcher.omp_num_threads = max(1, _cores() // config.world_size)
+        config.launcher.omp_num_threads = max(1, _cores() // world_size)
     try:
-        config.parallelism = config.parallelism.resolved(config.world_size)
+        config.parallelism = config.parallelism.resolved(world_size)
     except ValueError as error:
         return [str(error), *_refusals_without_world(config)]
     if config.training.micro_batch_size is None:
@@ -149,10 +151,12 @@ def _cores() -> int:
 
 
 def _refusals_without_world(config: Config) -> list[str]:
-    sizes = {f"{axis}_size": 1 if size == -1 else size for axis, size in config.parallelism.sizes.items()}
-    if min(sizes.values()) < 1 or config.engine.name != "ndbench":
+    layout = dataclasses.replace(config.parallelism)
+    for axis, size in layout.sizes.items():
+        setattr(layout, f"{axis}_size", 1 if size == -1 else size)
+    if min(layout.sizes.values()) < 1 or config.engine.name != "ndbench":
         return []
-    return dataclasses.replace(config.parallelism, **sizes).refuse(config.model, config.training)
+    return layout.refuse(config.model, config.training)
 
 
 @cache

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ndbench.matrix.expressions import parse_expression
 from ndbench.matrix.keys import type_of, typed
 from ndbench.matrix.layouts import parse_layout
 from ndbench.matrix.sources import GROUPS, Sources, close_to
@@ -24,7 +25,8 @@ class SuiteConfig:
     name: str = ""
     description: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
-    """``all``, ``cpu``, ``cuda`` -> {key or group: value}; a list for a group means "the first whose cells all fit"."""
+    """``all``, ``cpu``, ``cuda`` -> {key or group: value}; a list for a group means "the first whose cells all fit",
+    and ``"= 2 * world_size"`` a number computed from the rest of the cell."""
     gate: dict[str, Any] = field(default_factory=dict)
     """Values of ``gate.*``."""
     axes: dict[str, Any] = field(default_factory=dict)
@@ -52,6 +54,11 @@ class SuiteConfig:
         if self.factorise:
             return list(factorisations(world_size, self.factorise))
         return [parse_layout(layout) for layout in self.layouts.get(world_size) or []]
+
+
+def is_computed(value: object) -> bool:
+    """``"= 2 * world_size"``: a value computed from the rest of the cell."""
+    return isinstance(value, str) and value.startswith("=")
 
 
 def flatten(settings: dict[str, Any]) -> dict[str, Any]:
@@ -128,6 +135,9 @@ def _check(key: str, values: list[Any], sources: Sources) -> None:
     if key not in GROUPS:
         type_of(key)
     for value in values:
+        if key not in GROUPS and is_computed(value):
+            parse_expression(value[1:], key)
+            continue
         if key not in GROUPS:
             typed(key, value)
             continue
