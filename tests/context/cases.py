@@ -14,8 +14,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ndbench.measure.collectives import CollectiveRecorder, totals
 from ndbench.parallel import attention, masks, ring, ulysses
 from ndbench.parallel.context import shard_sequence
 
@@ -118,42 +118,20 @@ def _reference(
     return [out.detach(), *(x.grad for x in wide if x.grad is not None)]
 
 
-class _CountSent(TorchDispatchMode):
-    """Bytes that leave this rank, by kind of operation."""
-
-    def __init__(self, world_size: int) -> None:
-        super().__init__()
-        self.world_size = world_size
-        self.sent: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if name == "c10d.send.default":
-            self._add("send", sum(x.numel() * x.element_size() for x in args[0]))
-        elif name == "_c10d_functional.all_to_all_single.default":
-            whole = args[0].numel() * args[0].element_size()
-            self._add("all_to_all", whole // self.world_size * (self.world_size - 1))
-        elif name.startswith(("c10d.", "_c10d_functional.")) and not name.startswith(
-            ("c10d.recv", "_c10d_functional.wait", "_c10d_functional._wrap")
-        ):
-            self._add(name, 1)
-        return func(*args, **(kwargs or {}))
-
-    def _add(self, kind: str, count: int) -> None:
-        self.sent[kind] = self.sent.get(kind, 0) + count
-
-
-def bytes_sent(case: Case) -> dict[str, dict[str, int]]:
-    """What this rank puts on the wire in forward and in backward."""
+def sent(case: Case) -> dict[str, dict[str, tuple[int, int]]]:
+    """What this rank puts on the wire in forward and in backward: operation -> (count, bytes)."""
     rank, size = dist.get_rank(), dist.get_world_size()
     q, k, v, dout = (shard_sequence(x, size, rank, case.method, dim=2) for x in inputs(case))
     layer = _Layer()
     attention.configure(layer, dist.group.WORLD, case.method)
-    with _CountSent(size) as forward:
+    axes = {dist.group.WORLD.group_name: "cp"}
+    with CollectiveRecorder(axes) as forward:
         out, _ = attention.ndbench_attention(layer, *(x.requires_grad_() for x in (q, k, v)))
-    with _CountSent(size) as backward:
+    with CollectiveRecorder(axes) as backward:
         out.backward(dout.transpose(1, 2))
-    return {"forward": forward.sent, "backward": backward.sent}
+    table = {"forward": totals(forward.table()), "backward": totals(backward.table())}
+    assert all(axis == "cp" for phase in table.values() for _, axis in phase)
+    return {phase: {op: both for (op, _), both in rows.items() if op != "recv"} for phase, rows in table.items()}
 
 
 def two_models_of_two_groups(method: str) -> bool:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ndbench.parallel.context import METHODS, ring_bytes, ulysses_bytes
-from tests.context.cases import NAMES, Case, attention_errors, bytes_sent, two_models_of_two_groups
+from tests.context.cases import NAMES, Case, attention_errors, sent, two_models_of_two_groups
 from tests.parity.pool import pool
 
 TOLERANCE = {torch.float64: 2e-15, torch.float32: 2e-6, torch.bfloat16: 6e-3}
@@ -85,11 +85,13 @@ def test_bytes_on_the_wire_equal_the_formula(cp_size: int, dtype: torch.dtype) -
         "head_dim": case.head_dim,
         "element_size": dtype.itemsize,
     }
-    for sent in pool(cp_size).run(bytes_sent, case):
-        assert sent == {phase: {"send": count} for phase, count in ring_bytes(**shape).items()}
-    for sent in pool(cp_size).run(bytes_sent, dataclasses.replace(case, method="ulysses")):
-        expected = ulysses_bytes(heads=case.heads, **shape)
-        assert sent == {phase: {"all_to_all": count} for phase, count in expected.items()}
+    messages = {"forward": cp_size - 1, "backward": 2 * cp_size - 1}
+    for measured in pool(cp_size).run(sent, case):
+        formula = ring_bytes(**shape)
+        assert measured == {phase: {"send": (count, formula[phase])} for phase, count in messages.items()}
+    for measured in pool(cp_size).run(sent, dataclasses.replace(case, method="ulysses")):
+        formula = ulysses_bytes(heads=case.heads, **shape)
+        assert measured == {phase: {"all_to_all": (2, formula[phase])} for phase in messages}
 
 
 @pytest.mark.parametrize("method", METHODS)
