@@ -16,7 +16,6 @@ from typing import Any
 
 from ndbench.config import Cell, Config
 from ndbench.matrix.compose import Composer
-from ndbench.matrix.names import unique
 from ndbench.matrix.overrides import Request, choose, parse_overrides
 from ndbench.matrix.points import Point, PointMaker
 from ndbench.matrix.resolve import crossing
@@ -58,11 +57,15 @@ def expand(
     sources = find_sources(config_dir)
     request = parse_overrides(overrides, sources, sweep)
     composer = Composer(sources)
-    suite = composer.suite(request.suite) if request.suite else SuiteConfig(name=AD_HOC)
-    if not any("hardware" in names for names in (request.groups, request.sweeps, suite.axes)):
-        request.groups["hardware"], values = choose("hardware", "auto", sources)
+    hardware = request.groups.get("hardware")
+    if hardware is None and "hardware" not in request.sweeps:
+        hardware, values = choose("hardware", "auto", sources)
         request.values = values | request.values
-    device = composer.config({"hardware": request.groups.get("hardware", "cpu")}).hardware.device
+    base = {"hardware": hardware or "cpu"}
+    suite = composer.suite(request.suite, base) if request.suite else SuiteConfig(name=AD_HOC)
+    if hardware is not None and "hardware" not in suite.axes:
+        request.groups["hardware"] = hardware
+    device = composer.config(base).hardware.device
     settings = _without_choices(suite.settings_for(device), request)
     candidates = {key: value for key, value in settings.items() if key in GROUPS and isinstance(value, list)}
     maker = PointMaker(composer, sources, request, suite, here)
@@ -83,19 +86,22 @@ def _without_choices(settings: dict[str, Any], request: Request) -> dict[str, An
 
 def _distinct(points: list[Point]) -> list[Point]:
     """The points with unique names; the same cell twice is one cell."""
-    seen: set[tuple[str, str]] = set()
-    kept = []
+    by_name: dict[str, list[Point]] = {}
     for point in points:
-        key = (point.cell.name, point.cell.cell_id)
-        if point.excluded is not None or key not in seen:
-            kept.append(point)
         if point.excluded is None:
-            seen.add(key)
-    running = [point for point in kept if point.excluded is None]
-    names = unique([point.cell.name for point in running], [point.cell.cell_id for point in running])
-    for point, name in zip(running, names, strict=True):
-        point.cell = dataclasses.replace(point.cell, name=name)
-    return kept
+            by_name.setdefault(point.cell.name, []).append(point)
+    dropped: set[int] = set()
+    for name, same in by_name.items():
+        if len(same) == 1:
+            continue
+        first: dict[str, Point] = {}
+        for point in same:
+            if first.setdefault(point.cell.cell_id, point) is not point:
+                dropped.add(id(point))
+        if len(first) > 1:
+            for key, point in first.items():
+                point.cell = dataclasses.replace(point.cell, name=f"{name}-{key[:6]}")
+    return [point for point in points if id(point) not in dropped]
 
 
 def _sort(points: list[Point], request: Request, suite: SuiteConfig, warnings: list[str], single: bool) -> Matrix:

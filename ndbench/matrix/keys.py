@@ -71,6 +71,7 @@ def all_keys(cls: type = Config, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
+@cache
 def type_of(key: str) -> Any:
     """Annotated type of a key. Raises ``ValueError`` with close names when there is no such key."""
     kind: Any = Config

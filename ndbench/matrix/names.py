@@ -48,8 +48,3 @@ def layout_name(parallelism: ParallelismConfig) -> str:
         return parallelism.layout
     replicate, shard, cp, tp = parallelism.sizes.values()
     return f"dp{replicate}x{shard}_cp{cp}_tp{tp}"
-
-
-def unique(names: Sequence[str], ids: Sequence[str]) -> list[str]:
-    """The names, with the start of the cell's id added to those that stand for different cells."""
-    return [name if names.count(name) == 1 else f"{name}-{key[:6]}" for name, key in zip(names, ids, strict=True)]

@@ -59,6 +59,7 @@ class PointMaker:
         self._composer, self._sources, self._request, self._suite, self._here = composer, sources, request, suite, here
         self._groups = {group: name for group, name in request.groups.items() if group != "suite"}
         self.warnings: list[str] = []
+        self._counts: dict[frozenset[tuple[str, Any]], int] = {}
         self._where = str(sources.files["suite"].get(suite.name, suite.name))
         self._exclude, self._exclude_values = _rules(suite.exclude, self._where)
         self._include, self._include_values = _rules(suite.include, self._where)
@@ -106,9 +107,13 @@ class PointMaker:
             yield {"world_size": world} | {f"parallelism.{axis}_size": size for axis, size in degrees.items()}
 
     def _device_count(self, values: dict[str, Any], settings: dict[str, Any]) -> int:
-        config = self._config(Draft({key: value for key, value in values.items() if key in GROUPS}), settings)
-        config.world_size = None
-        return fill_world(config)
+        groups = {key: value for key, value in (settings | values).items() if key in GROUPS}
+        key = frozenset(groups.items())
+        if key not in self._counts:
+            config = self._config(Draft(groups), {})
+            config.world_size = None
+            self._counts[key] = fill_world(config)
+        return self._counts[key]
 
     def _config(self, draft: Draft, settings: dict[str, Any]) -> Config:
         """Files, then what their names imply, then the suite's settings, the point, and last the command line."""
