@@ -1,0 +1,353 @@
+"""The command line: verbs to functions, errors to one readable line and an exit code. No logic of its own.
+
+Every verb imports what it needs when it runs, so that ``--version``, completion, ``list`` and ``show`` start fast and
+never load torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ndbench.arguments import DEFAULT_VERB, UsageError, help_text, parse, parser, split_verb
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from rich.console import Console
+
+    from ndbench.compare.result import Comparison
+
+USAGE, INTERNAL, INTERRUPTED, TERMINATED, OUTPUT_CLOSED = 2, 70, 130, 143, 141
+WIDTH = 100
+"""Columns of a table where there is no terminal to ask."""
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived. Not an Exception, so that nothing on the way swallows it; ``finally`` blocks run."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. Never raises, and never ends the process by itself."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    with _sigterm_raises():
+        try:
+            code = _dispatch(arguments)
+            sys.stdout.flush()
+            return code
+        except KeyboardInterrupt:
+            return _say("interrupted", INTERRUPTED)
+        except Terminated:
+            return _say("terminated", TERMINATED)
+        except Exception as error:
+            return _failed(error, arguments)
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if arguments[:1] == ["__complete"]:
+        from ndbench.completion import answer
+
+        print("\n".join(answer(*arguments[1:4])))
+        return 0
+    verb, rest = split_verb(arguments)
+    if verb is None and not rest:
+        print(help_text(), file=sys.stderr)
+        return USAGE
+    if verb is None and set(rest) & {"-h", "--help"}:
+        print(help_text())
+        return 0
+    verb = verb or DEFAULT_VERB
+    parsed = parse(verb, rest)
+    if parsed.help:
+        print(parser(verb).format_help().rstrip())
+        return 0
+    if parsed.version:
+        return _version()
+    parsed.argv = arguments
+    return _VERBS[verb](parsed)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from ndbench.run.launch import Interrupted
+    from ndbench.run.outer_world import refuse_outer_world
+
+    refuse_outer_world(os.environ, args.argv)
+    try:
+        if args.resume is not None:
+            from ndbench.run.runner import resume_run
+
+            results_dir = _resume_from(args)
+            return resume_run(args.resume, results_dir, max_failures=args.max_failures, console=_console())
+        from ndbench.matrix.expand import expand
+        from ndbench.run.start import run_matrix
+
+        matrix = expand(args.words, args.config_dir, sweep=args.multirun)
+        return run_matrix(matrix, max_failures=args.max_failures, console=_console())
+    except Interrupted as error:
+        if error.signum == signal.SIGINT:
+            raise KeyboardInterrupt from error
+        if error.signum == signal.SIGTERM:
+            raise Terminated from error
+        return _say(f"ended by {signal.Signals(error.signum).name}", 128 + error.signum)
+
+
+def _resume_from(args: argparse.Namespace) -> Path:
+    """The results folder for ``--resume``, which takes no other override: the plan is the run's own."""
+    folder = "results"
+    for word in args.words:
+        key, _, value = word.partition("=")
+        if key != "results.dir":
+            raise UsageError(f"--resume goes on with the plan of the run: '{word}' cannot change it (results.dir= may)")
+        folder = value.strip("'\"")
+    for flag, given in (("--config-dir", args.config_dir), ("--multirun", args.multirun)):
+        if given:
+            raise UsageError(f"--resume goes on with the plan of the run: {flag} cannot change it")
+    return Path(folder)
+
+
+def _show(args: argparse.Namespace) -> int:
+    from ndbench.matrix.expand import expand
+    from ndbench.report.cost import costs
+    from ndbench.report.matrix import matrix_json, print_matrix
+
+    matrix = expand(args.words, args.config_dir, sweep=args.multirun, here=False)
+    found = costs(matrix.cells, matrix.config.results.dir)
+    if args.json:
+        _print_json(matrix_json(matrix, found))
+    else:
+        print_matrix(matrix, found, _console())
+    return 0 if matrix.cells else 3
+
+
+def _baseline(args: argparse.Namespace) -> int:
+    from ndbench.report import baselines as report
+    from ndbench.results import baseline as stored
+    from ndbench.results.locate import baseline_at
+    from ndbench.results.sessions import read_baseline
+
+    action, *rest = args.words
+    results_dir = args.results_dir or Path("results")
+    if action == "list":
+        _no_more(action, rest)
+        found = stored.list_baselines(results_dir)
+        _print_json(found) if args.json else report.print_list(found, results_dir, _console())
+        return 0
+    if action == "accept":
+        from ndbench.gate.stored import accept_run
+
+        accepted = accept_run(
+            _one(action, rest, "RUN"),
+            args.reason or "",
+            results_dir=results_dir,
+            folder=args.into,
+            cells=args.cells,
+            force=args.force,
+            by=args.by,
+        )
+        report.print_accepted(accepted, _console())
+        return accepted.exit_code
+    if action == "prune":
+        if args.keep is None:
+            raise UsageError("baseline prune: --keep N is needed: how many latest sessions of each cell stay")
+        folder = baseline_at(_one(action, rest, "FOLDER"), results_dir)
+        report.print_pruned(stored.prune(folder, args.keep), folder, _console())
+        return 0
+    folder = baseline_at(rest[0] if rest else None, results_dir)
+    described = stored.show(read_baseline(folder), args.session)
+    _print_json(described) if args.json else report.print_session(described, _console())
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from ndbench.gate.stored import compare_run, compare_two
+    from ndbench.results.baseline import hardware_key
+    from ndbench.results.sessions import read_baseline
+    from ndbench.results.store import find_run
+
+    results_dir = args.results_dir or Path("results")
+    run = find_run(args.words[-1], results_dir)
+    if len(args.words) == 2:
+        if args.baseline is not None:
+            raise UsageError(f"compare: two runs and --baseline {args.baseline}: one of them is too much")
+        comparison = compare_two(args.words[0], run, results_dir)
+    else:
+        records = run.records()
+        if not records:
+            raise ValueError(f"{run.path} holds no record: there is nothing to compare")
+        baseline = read_baseline(
+            args.baseline, hardware=hardware_key(records), suite=records[0]["suite"], results_dir=results_dir
+        )
+        comparison = compare_run(run, baseline)
+    if args.json:
+        _print_json(comparison.to_json())
+    else:
+        _print_comparison(comparison, run.plan if run.plan_path.is_file() else None, run.path)
+    return comparison.exit_code
+
+
+def _report(args: argparse.Namespace) -> int:
+    from ndbench.compare.result import from_json
+    from ndbench.gate.stored import compare_run
+    from ndbench.results.store import find_run, read_json, write_text
+
+    run = find_run(args.words[0], args.results_dir or Path("results"))
+    plan = run.plan if run.plan_path.is_file() else None
+    # a run that was ended in the middle has no verdict yet: show what it has, compared with nothing
+    comparison = from_json(read_json(run.verdict_path)) if run.verdict_path.is_file() else compare_run(run, None)
+    if args.markdown is None:
+        _print_comparison(comparison, plan, run.path)
+        return 0
+    from ndbench.report.markdown import render
+
+    text = render(comparison, plan=plan, run_folder=run.path)
+    if args.markdown == "-":
+        print(text)
+    else:
+        write_text(args.markdown, text)
+    return 0
+
+
+def _print_comparison(comparison: Comparison, plan: dict[str, Any] | None, folder: Path) -> None:
+    from ndbench.report.console import print_comparison
+
+    print_comparison(comparison, plan=plan, run_folder=folder, console=_console())
+
+
+def _list(args: argparse.Namespace) -> int:
+    from ndbench.report.catalog import entries, print_entries
+
+    found = entries(args.words[0], args.config_dir)
+    _print_json(found) if args.json else print_entries(args.words[0], found, _console())
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from ndbench.measure import doctor
+
+    return doctor.main(args, _console())
+
+
+def _completion(args: argparse.Namespace) -> int:
+    from ndbench.completion import script
+
+    print(script(args.words[0]))
+    return 0
+
+
+def _version() -> int:
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    from ndbench import __version__
+
+    parts = []
+    for package in ("torch", "transformers", "hydra-core"):
+        with contextlib.suppress(PackageNotFoundError):
+            parts.append(f"{package} {version(package)}")
+    print(f"ndbench {__version__} ({', '.join([*parts, f'Python {platform.python_version()}'])})")
+    return 0
+
+
+_VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "run": _run,
+    "show": _show,
+    "baseline": _baseline,
+    "compare": _compare,
+    "report": _report,
+    "list": _list,
+    "doctor": _doctor,
+    "completion": _completion,
+}
+
+
+def _one(action: str, words: Sequence[str], what: str) -> str:
+    if len(words) != 1:
+        raise UsageError(f"baseline {action}: {what} is needed: ndbench baseline {action} {what} …")
+    return words[0]
+
+
+def _no_more(action: str, words: Sequence[str]) -> None:
+    if words:
+        raise UsageError(f"baseline {action}: '{words[0]}' is one word too many")
+
+
+def _console() -> Console:
+    from ndbench.report.output import make_console
+
+    return make_console(WIDTH)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1, allow_nan=False, default=str))
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Any:
+    """SIGTERM unwinds the stack like Ctrl-C does, so that ranks are ended and locks given back."""
+
+    def raise_terminated(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, raise_terminated)
+    except ValueError:  # not the main thread: whoever started us there has its own handlers
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _failed(error: Exception, arguments: Sequence[str]) -> int:
+    if isinstance(error, BrokenPipeError) and _output_closed():
+        # what is still buffered goes nowhere, and must not fail a second time when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OUTPUT_CLOSED
+    debug = "--debug" in arguments
+    if debug:
+        traceback.print_exception(error, file=sys.stderr)
+    if _is_usage(error):
+        return _say(str(error), USAGE)
+    told = " ".join(f"{type(error).__name__}: {error}".split())
+    if debug:
+        return _say(f"internal error: {told}", INTERNAL)
+    return _say(f"internal error: {told} (traceback in {_save(error, arguments)})", INTERNAL)
+
+
+def _is_usage(error: Exception) -> bool:
+    """Whether the user can mend it: the system refused a file, or code of ours raised a ``ValueError`` on purpose."""
+    if isinstance(error, OSError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
+    return isinstance(error, ValueError) and ours and "raise" in (frames[-1].line or "raise")
+
+
+def _save(error: Exception, arguments: Sequence[str]) -> str:
+    handle, path = tempfile.mkstemp(prefix="ndbench-error-", suffix=".txt")
+    with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        stream.write(f"ndbench {' '.join(arguments)}\nPython {sys.version}\n\n")
+        stream.writelines(traceback.format_exception(error))
+    return path
+
+
+def _output_closed() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _say(message: str, code: int) -> int:
+    print(f"ndbench: {message}", file=sys.stderr)
+    return code
