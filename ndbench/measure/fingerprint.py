@@ -59,7 +59,23 @@ def fingerprint(subject: Cell | HardwareConfig, redact: Iterable[str] | None = N
 
 
 def _cpu_hardware(ranks: int) -> dict[str, Any]:
-    return {"device": "cpu", "name": cpu_model(), "ranks": ranks, "cores": len(os.sched_getaffinity(0))}
+    return {"device": "cpu", "name": cpu_model(), "ranks": ranks, "cores": usable_cpus()}
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may use: its affinity, and the container's quota (cgroup v2, then v1), rounded up."""
+    allowed = len(os.sched_getaffinity(0))
+    root = Path("/sys/fs/cgroup")
+    try:
+        if (root / "cpu.max").exists():
+            quota, period = (root / "cpu.max").read_text().split()
+        else:
+            quota, period = ((root / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        if int(quota) > 0:
+            return min(allowed, -(-int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass  # no cgroup, or no quota ("max")
+    return allowed
 
 
 def cpu_model() -> str:

@@ -61,7 +61,7 @@ def llama() -> nn.Module:
 
 
 def structure(stray: str | None = None) -> dict[str, Any]:
-    """Collectives and tracked peak of two equal steps, and of a third with an all-gather planted in module ``stray``."""
+    """Collectives and tracked peak of two equal steps, and of a third with an all-gather planted in ``stray``."""
     model = llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     ids = torch.arange(TOKENS).view(2, 16) % VOCAB
