@@ -80,9 +80,11 @@ def _causal_lm(config: ModelConfig) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     register()
+    made = transformers_config(config)
+    made.use_cache = False  # recomputed layers would append their keys to a cache a second time
     try:
         model: nn.Module = AutoModelForCausalLM.from_config(
-            transformers_config(config), attn_implementation=ATTENTION_NAME, dtype=torch.float32
+            made, attn_implementation=ATTENTION_NAME, dtype=torch.float32
         )
     except KeyError as error:
         raise ValueError(f"model.model_type '{config.model_type}' has no causal language model: {error}") from error
