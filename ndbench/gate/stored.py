@@ -11,7 +11,7 @@ from typing import Any
 
 from ndbench.compare.result import Comparison
 from ndbench.compare.verdict import compare
-from ndbench.config import GateConfig, cell_from_dict
+from ndbench.config import GateConfig
 from ndbench.config import cell_id as identity
 from ndbench.results.baseline import Accepted, accept, hardware_key
 from ndbench.results.sessions import Baseline, baseline_folder, baseline_of_run, read_baseline
@@ -93,8 +93,7 @@ def _plan_of(records: list[Any]) -> dict[str, Any]:
 
 
 def _gate(plan: dict[str, Any]) -> GateConfig:
-    return (
-        cell_from_dict({k: v for k, v in plan["cells"][0].items() if k != "cell_id"}).config.gate
-        if plan["cells"]
-        else GateConfig()
-    )
+    """The gate a run was made with, as its plan has it (or its first cell)."""
+    first: dict[str, Any] = plan["cells"][0] if plan["cells"] else {}
+    values = plan.get("gate") or first.get("gate") or {}
+    return GateConfig(**values)

@@ -1,107 +1,149 @@
-"""Stored baselines as tables, and what accepting and pruning did: what ``ndbench baseline`` prints."""
+"""What the baseline verbs print: the stored baselines, one session, and what accepting or pruning did."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from ndbench.report.facts import printable
+from ndbench.results.baseline import Accepted
 
 if TYPE_CHECKING:
-    from ndbench.results.baseline import Accepted
+    from rich.console import Console
 
 
-def print_list(found: list[dict[str, Any]], results_dir: Path, console: Console) -> None:
-    """One line a baseline, from ``results.baseline.list_baselines``."""
-    if not found:
-        _line(
-            console, f"no baseline in {results_dir / 'baselines'}; accept one: ndbench baseline accept RUN --reason …"
-        )
-        return
-    table = _table("baseline", "sessions", "cells", "newest", "accepted by", "torch", "reason")
-    for entry in found:
-        newest = entry["sessions"][-1]
-        cells = {name for session in entry["sessions"] for name in session["cells"]}
-        table.add_row(
-            Text(f"{entry['hardware']}/{entry['suite']}"),
-            str(len(entry["sessions"])),
-            str(len(cells)),
-            _age(newest["age_days"]),
-            Text(newest["by"] or "-"),
-            Text(str(newest["software"].get("torch", "-"))),
-            Text(newest["reason"]),
-        )
-    console.print(table)
+def baseline_at(name: str | Path | None, results_dir: str | Path = "results") -> Path:
+    """The folder of one suite's baseline: a path, or ``<hardware>/<suite>`` (or a part that only one has).
 
-
-def print_session(described: dict[str, Any], console: Console) -> None:
-    """One session, from ``results.baseline.show``."""
-    commit = f"{described['commit'][:12]}{' (dirty)' if described['dirty'] else ''}" if described["commit"] else "-"
-    _line(console, f"session {described['session']} of {described['source']}")
-    _line(console, f"accepted {described['accepted']} ({_age(described['age_days'])}) by {described['by'] or '-'}")
-    _line(console, f"reason: {described['reason']}")
-    software = ", ".join(f"{name} {value}" for name, value in described["software"].items() if value)
-    _line(console, f"commit {commit}; {software}")
-    for word in ("restarted", "improved", "retired"):
-        if described[word]:
-            _line(console, f"{word}: {', '.join(described[word])}")
-    table = _table("cell", "repeats", "outcome", "tokens/s", "peak memory", "last loss")
-    for name, metrics in described["metrics"].items():
-        memory = _median(metrics.get("peak_allocated_bytes"))
-        loss = _median(metrics.get("loss_last"))
-        speed = _median(metrics.get("tokens_per_second"))
-        table.add_row(
-            Text(name),
-            str(described["cells"][name]),
-            described["outcomes"][name],
-            "-" if speed is None else f"{speed:,.0f}",
-            "-" if memory is None else f"{memory / 2**20:,.1f} MiB",
-            "-" if loss is None else f"{loss:.6g}",
-        )
-    console.print(table)
-
-
-def print_accepted(accepted: Accepted, console: Console) -> None:
-    if accepted.cells:
-        _line(console, f"accepted into {accepted.folder}: {', '.join(accepted.cells)}")
-    if accepted.already:
-        _line(console, f"in it already: {', '.join(accepted.already)}")
-    if accepted.restarted:
-        _line(console, f"a new level begins for: {', '.join(accepted.restarted)}")
-    if accepted.retired:
-        _line(console, f"no longer expected: {', '.join(accepted.retired)}")
-    for name, reason in accepted.refused.items():
-        console.print(Text(f"not accepted: {name}: {reason}"), style="yellow", soft_wrap=True)
-
-
-def print_pruned(removed: list[str], folder: Path, console: Console) -> None:
-    if removed:
-        _line(console, f"removed {len(removed)} of the sessions in {folder}: {', '.join(removed)}")
+    Raises ``ValueError`` naming the stored baselines when there is none or there are several.
+    """
+    root = Path(results_dir) / "baselines"
+    found = sorted({path.parent.parent for path in root.glob("*/*/*/session.json") if "/." not in path.as_posix()})
+    names = {"/".join(folder.relative_to(root).parts): folder for folder in found}
+    if name is not None:
+        for folder in (Path(name), root / name):
+            if folder.is_dir() and (any(folder.glob("*/session.json")) or (folder / "session.json").is_file()):
+                return folder
+        matching = [key for key in names if str(name) in key.split("/")]
     else:
-        _line(console, f"nothing to remove in {folder}")
+        matching = list(names)
+    if len(matching) == 1:
+        return names[matching[0]]
+    wanted = "" if name is None else f" '{name}'"
+    listed = ", ".join(names) or "none"
+    raise ValueError(f"{len(matching)} baselines{wanted} below {root}; stored there: {listed}")
 
 
-def _table(*titles: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in titles:
-        right = title in ("sessions", "cells", "repeats", "tokens/s", "peak memory", "last loss")
-        table.add_column(title, justify="right" if right else "left", overflow="fold")
-    return table
+def _say(console: Console, text: str, style: str = "") -> None:
+    from rich.text import Text
+
+    console.print(Text(printable(text), style=style, overflow="fold"))
 
 
-def _line(console: Console, text: str) -> None:
-    console.print(Text(text), soft_wrap=True)
+def print_list(found: Sequence[Mapping[str, Any]], results_dir: str | Path, console: Console) -> None:
+    """Every baseline with its sessions, oldest first."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
 
-
-def _median(values: list[float | None] | None) -> float | None:
-    known = [value for value in values or [] if value is not None]
-    return median(known) if known else None
+    if not found:
+        _say(console, f'no baseline below {Path(results_dir) / "baselines"}: ndbench baseline accept RUN --reason "…"')
+        return
+    for entry in found:
+        _say(console, f"{entry['hardware']}/{entry['suite']}  ({entry['folder']})", "bold")
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
+        for column in ("session", "age", "cells", "torch", "by", "reason"):
+            table.add_column(column, overflow="fold", no_wrap=column in ("age", "cells"))
+        for session in entry["sessions"]:
+            texts = (
+                session["session"],
+                _age(session["age_days"]),
+                str(len(session["cells"])),
+                str(session["software"].get("torch", "")),
+                session["by"] or "",
+                session["reason"] + _marks(session),
+            )
+            table.add_row(*(Text(printable(text)) for text in texts))
+        console.print(table)
+        console.print()
 
 
 def _age(days: float) -> str:
-    if days < 1 / 24:
-        return "just now"
-    return f"{days * 24:.0f} h ago" if days < 2 else f"{days:.0f} days ago"
+    return f"{days * 24:.0f} h" if days < 2 else f"{days:.0f} d"
+
+
+def _marks(session: Mapping[str, Any]) -> str:
+    """``[new level: fsdp8]`` and the like: what the session changed about earlier ones."""
+    names = {"restarted": "new level", "improved": "improved", "retired": "retired"}
+    said = [f"{word}: {', '.join(session[key])}" for key, word in names.items() if session[key]]
+    return f" [{'; '.join(said)}]" if said else ""
+
+
+def print_session(described: Mapping[str, Any], console: Console) -> None:
+    """One session: who, when, why, and the main metrics of its cells."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    commit = (described["commit"] or "unknown commit")[:12] + (" (dirty)" if described["dirty"] else "")
+    _say(console, f"session {described['session']} of {described['source']}", "bold")
+    _say(console, f"accepted {described['accepted']} by {described['by'] or 'unknown'}, from {commit}")
+    _say(console, f"reason: {described['reason']}{_marks(described)}")
+    _say(console, "software: " + ", ".join(f"{key} {value}" for key, value in described["software"].items() if value))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
+    for column in ("cell", "repeats", "outcome", "tokens/s", "peak mem", "last loss"):
+        table.add_column(column, overflow="fold", justify="left" if column in ("cell", "outcome") else "right")
+    for name, repeats in described["cells"].items():
+        metrics = described["metrics"][name]
+        outcome = described["outcomes"][name]
+        texts = (
+            name,
+            str(repeats),
+            outcome,
+            _range(metrics, "tokens_per_second", ",.0f"),
+            _peak(metrics),
+            _loss(metrics),
+        )
+        table.add_row(*(Text(printable(text)) for text in texts))
+    console.print(table)
+
+
+def _range(metrics: Mapping[str, Sequence[float | None]], name: str, form: str) -> str:
+    values = [value for value in metrics.get(name, ()) if value is not None]
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    return f"{low:{form}}" if f"{low:{form}}" == f"{high:{form}}" else f"{low:{form}} to {high:{form}}"
+
+
+def _peak(metrics: Mapping[str, Sequence[float | None]]) -> str:
+    from ndbench.compare.memory import said_bytes
+
+    values = [value for value in metrics.get("peak_allocated_bytes", ()) if value is not None]
+    return said_bytes(max(values)) if values else ""
+
+
+def _loss(metrics: Mapping[str, Sequence[float | None]]) -> str:
+    return _range(metrics, "loss_last", ".4f")
+
+
+def print_accepted(accepted: Accepted, console: Console) -> None:
+    """What :func:`ndbench.results.baseline.accept` took, what it held back and why."""
+    if accepted.cells:
+        _say(console, f"accepted {len(accepted.cells)} cells: {', '.join(accepted.cells)}", "green")
+    if accepted.already:
+        _say(console, f"accepted before, unchanged: {', '.join(accepted.already)}")
+    if accepted.restarted:
+        _say(console, f"new level, earlier sessions are no longer compared with: {', '.join(accepted.restarted)}")
+    if accepted.retired:
+        _say(console, f"retired, no longer expected: {', '.join(accepted.retired)}")
+    for name, why in accepted.refused.items():
+        _say(console, f"not accepted: {name}: {why}", "bold red")
+    _say(console, f"session: {accepted.folder}")
+
+
+def print_pruned(removed: Sequence[str], folder: Path, console: Console) -> None:
+    kept = len(list(folder.glob("*/session.json")))
+    what = f"removed {len(removed)} sessions: {', '.join(removed)}" if removed else "nothing to remove"
+    _say(console, f"{what}; {kept} stay in {folder}")

@@ -12,6 +12,7 @@ import fcntl
 import fnmatch
 import getpass
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -174,7 +175,8 @@ def hardware_key(records: list[Record]) -> str:
     """Folder name of the hardware that a run was made for: its name and device count, such as ``cpu_x8``."""
     hardware = records[0]["cell"].get("hardware") or {}
     count = hardware.get("device_count") or max(record["world"]["size"] for record in records)
-    return f"{hardware.get('name', 'unknown')}_x{count}"
+    name = re.sub(r"_x[0-9]+$", "", hardware.get("name", "unknown"))  # h100_x8 with 4 devices is h100_x4
+    return f"{name}_x{count}"
 
 
 def _who() -> str:

@@ -171,14 +171,14 @@ def test_one_bad_repeat_of_three_is_enough_and_its_reason_is_said() -> None:
         head = [*repeats(count=2), not_ok(outcome, repeat=2, reason="rank 5 was killed by SIGKILL")]
         cell = only(decide(head, three()))
         assert cell.verdict == verdict
-        assert "1 of 3 repeats" in cell.reasons[0]
+        assert "1 of 3 launched repeats" in cell.reasons[0]
         assert "rank 5 was killed by SIGKILL" in cell.reasons[0]
 
 
 def test_out_of_memory_before_and_after_passes_and_says_so() -> None:
     both = [not_ok("oom", repeat=repeat) for repeat in range(3)]
     cell = only(decide(both, baseline_of(both)))
-    assert cell.metrics[0].reason == "out of memory, as in the baseline (3 of 3 repeats)"
+    assert cell.metrics[0].reason == "out of memory, as in the baseline (3 of 3 launched repeats)"
 
 
 def test_out_of_memory_in_one_cell_without_a_baseline_is_data() -> None:

@@ -1,0 +1,283 @@
+"""What every report says, in words and figures: headline, rows, reasons, the fastest layout, the commands to go on.
+
+Reads a comparison and a plan; knows nothing of tables, Markdown or the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ndbench.compare.memory import said_bytes
+from ndbench.compare.result import VERDICTS, CellVerdict, Comparison, Current
+
+Plan = Mapping[str, Any]
+WORDS = {"no_baseline": "no baseline"}
+"""Verdicts as a reader sees them, where they differ from the word in the data."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell of the table, as text; empty where there is nothing to show."""
+
+    cell: str
+    layout: str
+    tokens: str
+    spread: str
+    change: str
+    interval: str
+    memory: str
+    loss: str
+    verdict: str
+
+
+def word(verdict: str) -> str:
+    return WORDS.get(verdict, verdict)
+
+
+def headline(comparison: Comparison) -> str:
+    """``REGRESSED: 1 regressed, 7 pass of 8 cells of hsdp_tp``."""
+    counts = ", ".join(f"{number} {word(verdict)}" for verdict, number in comparison.counts.items())
+    total = len(comparison.cells)
+    plural = "" if total == 1 else "s"
+    return f"{word(comparison.verdict).upper()}: {counts or 'nothing'} of {total} cell{plural} of {comparison.suite}"
+
+
+def exit_line(comparison: Comparison) -> str:
+    return f"exit {comparison.exit_code}: {comparison.exit_reason}"
+
+
+def baseline_line(comparison: Comparison) -> str:
+    """What the run was compared with, and how old that is."""
+    if comparison.baseline is None:
+        return "baseline: off (gate.mode=off)" if comparison.mode == "off" else "baseline: none yet"
+    age = f", the newest {_age(comparison.newest_days)} old" if comparison.newest_days is not None else ""
+    plural = "" if comparison.sessions == 1 else "s"
+    return f"baseline: {comparison.baseline} ({comparison.sessions} session{plural}{age})"
+
+
+def _age(days: float) -> str:
+    if days < 1 / 24:
+        return f"{max(0, round(days * 1440))} min"
+    return f"{days * 24:.0f} h" if days < 2 else f"{days:.0f} days"
+
+
+def row(cell: CellVerdict) -> Row:
+    current = cell.current
+    speed = cell.metric("tokens_per_second")
+    change = interval = ""
+    if speed is not None and speed.change is not None:
+        change = f"{speed.change:+.1%}"
+        if speed.low is not None and speed.high is not None:
+            interval = f"[{speed.low:+.0%}, {speed.high:+.0%}]"
+    if current is None or current.tokens_per_second is None:
+        outcome = current.outcome if current is not None and current.outcome != "ok" else "-"
+        layout = (current.layout if current is not None else None) or ""
+        return Row(cell.name, layout, outcome, "", "", "", "", "", word(cell.verdict))
+    return Row(
+        cell=cell.name,
+        layout=current.layout or "",
+        tokens=_figure(current.tokens_per_second),
+        spread=_spread(current),
+        change=change,
+        interval=interval,
+        memory="" if current.peak_bytes is None else said_bytes(current.peak_bytes),
+        loss="" if current.loss_last is None else f"{current.loss_last:.4f}",
+        verdict=word(cell.verdict),
+    )
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _spread(current: Current) -> str:
+    """Half the 95 % interval over repeats, relative."""
+    if current.tokens_low is None or current.tokens_high is None or not current.tokens_per_second:
+        return ""
+    return f"±{(current.tokens_high - current.tokens_low) / 2 / current.tokens_per_second:.0%}"
+
+
+def by_severity(cells: Sequence[CellVerdict]) -> list[CellVerdict]:
+    """The cells someone has to look at first come first; equal ones keep their order."""
+    return sorted(cells, key=lambda cell: VERDICTS.index(cell.verdict))
+
+
+def sentences(cell: CellVerdict) -> list[str]:
+    """Reasons, then notes."""
+    return [*cell.reasons, *cell.notes]
+
+
+def to_explain(comparison: Comparison) -> list[CellVerdict]:
+    """Cells with something to act on, most severe first: all but passes and cells that have no baseline."""
+    silent = ("pass", "no_baseline", "new")
+    return [cell for cell in by_severity(comparison.cells) if cell.verdict not in silent]
+
+
+def remarks(comparison: Comparison) -> list[str]:
+    """What the other cells still have to say, each once with the names of its cells: changed software, a loss equal
+    only within tolerance, out of memory as before."""
+    explained = {cell.name for cell in to_explain(comparison)}
+    said: dict[str, list[str]] = {}
+    for cell in comparison.cells:
+        if cell.name not in explained:
+            for text in [*cell.notes, *_passed_remarks(cell)]:
+                said.setdefault(text, []).append(cell.name)
+    return [f"{text} ({_listed(names)})" for text, names in said.items()]
+
+
+def _passed_remarks(cell: CellVerdict) -> list[str]:
+    remarked = []
+    for metric in cell.metrics:
+        if metric.verdict == "pass" and metric.metric == "outcome":
+            remarked.append(metric.reason)
+        elif metric.verdict == "pass" and metric.details.get("tier") == "tolerance":
+            name = "gradient norm" if metric.metric == "grad_norm" else metric.metric
+            remarked.append(f"{name} within tolerance, not bitwise ({metric.details['why_not_bitwise']})")
+    return remarked
+
+
+def folded(plan: Plan | None) -> list[tuple[str, str, list[str]]]:
+    """Cells that did not run, by kind and reason: ``("excluded", "tp > kv heads", ["tp8", …])``."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for kind in ("excluded", "skipped", "unselected"):
+        for entry in (plan or {}).get(kind, []):
+            reason = entry.get("reason") or "not selected by cells= or shard="
+            groups.setdefault((kind, reason), []).append(entry["name"])
+    return [(kind, reason, names) for (kind, reason), names in groups.items()]
+
+
+def layouts(comparison: Comparison, plan: Plan | None) -> list[str]:
+    """The fastest layout and the Pareto front of speed against memory, for every workload that has several cells."""
+    groups: dict[str, list[CellVerdict]] = {}
+    described = {cell["name"]: cell for cell in (plan or {}).get("cells", [])}
+    for cell in comparison.cells:
+        if cell.current is not None and cell.current.outcome == "ok" and cell.current.tokens_per_second:
+            groups.setdefault(_workload(described.get(cell.name)), []).append(cell)
+    lines: list[str] = []
+    several = sum(len(group) > 1 for group in groups.values()) > 1
+    for workload, group in groups.items():
+        if len(group) > 1:
+            prefix = f"{_workload_name(workload)}: " if several else ""
+            lines += [prefix + line for line in _ranking(group)]
+    return lines
+
+
+def _workload(cell: Mapping[str, Any] | None) -> str:
+    """What must be equal for two cells' tokens/s to answer "which layout?"."""
+    if cell is None:
+        return ""
+    return json.dumps([cell.get(key) for key in ("model", "training", "data", "engine_config")], sort_keys=True)
+
+
+def _workload_name(workload: str) -> str:
+    model, training = json.loads(workload)[:2] if workload else ({}, {})
+    return f"{(model or {}).get('name', '?')}, {(training or {}).get('sequence_length', '?')} tokens"
+
+
+def _ranking(group: Sequence[CellVerdict]) -> list[str]:
+    ranked = sorted(((_speed(cell), cell) for cell in group), key=lambda pair: -pair[0])
+    best_speed, best = ranked[0]
+    assert best.current is not None, "only measured cells are ranked"
+    close = [
+        cell.name
+        for speed, cell in ranked[1:]
+        if cell.current is not None and (cell.current.tokens_high or speed) >= (best.current.tokens_low or best_speed)
+    ]
+    tie = f"; not told apart from it by these repeats: {_listed(close)}" if close else ""
+    lines = [f"fastest: {best.name}, {_figure(best_speed)} tokens/s{tie}"]
+    front = _pareto(ranked)
+    if len(front) > 1:
+        said = ", ".join(f"{cell.name} ({_figure(_speed(cell))} tokens/s, {_peak(cell)})" for cell in front)
+        lines.append(f"Pareto front of speed against memory: {said}")
+    elif front:
+        lines.append(f"Pareto front of speed against memory: {front[0].name} alone, the fastest and the smallest")
+    return lines
+
+
+def _speed(cell: CellVerdict) -> float:
+    return (cell.current.tokens_per_second or 0.0) if cell.current is not None else 0.0
+
+
+def _peak(cell: CellVerdict) -> str:
+    return said_bytes(cell.current.peak_bytes or 0) if cell.current is not None else ""
+
+
+def _pareto(ranked: Sequence[tuple[float, CellVerdict]]) -> list[CellVerdict]:
+    """Cells that no other beats in both, fastest first; those without a memory figure stay out."""
+    front: list[CellVerdict] = []
+    least: int | None = None
+    for _, cell in ranked:
+        peak = cell.current.peak_bytes if cell.current is not None else None
+        if peak is not None and (least is None or peak < least):
+            front.append(cell)
+            least = peak
+    return front
+
+
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def accept_command(comparison: Comparison, run_folder: str | Path | None = None) -> str | None:
+    """The command that makes this run a reference, where that is a sensible next step; else null."""
+    acceptable = [cell for cell in comparison.cells if cell.current is not None and cell.current.ok_repeats]
+    wanted = ("no_baseline", "new", "improved", "incomparable", "inconclusive")
+    if comparison.mode == "off" or not any(cell.verdict in wanted for cell in acceptable):
+        return None
+    return f'ndbench baseline accept {_run_argument(comparison, run_folder)} --reason "…"'
+
+
+def deliberate_command(comparison: Comparison, cell: CellVerdict, run_folder: str | Path | None = None) -> str | None:
+    """The command that accepts a regressed or missing cell on purpose; null for any other."""
+    if cell.verdict not in ("regressed", "missing"):
+        return None
+    run = _run_argument(comparison, run_folder)
+    return f'ndbench baseline accept {run} --cells {shlex.quote(cell.name)} --reason "…"'
+
+
+def _run_argument(comparison: Comparison, run_folder: str | Path | None) -> str:
+    """The run's name under the default results folder, with ``--results-dir`` under another, else its path."""
+    if run_folder is None:
+        return comparison.run
+    folder = Path(run_folder)
+    if folder.parent.name != "runs":
+        return shlex.quote(_short(folder))
+    results = _short(folder.parent.parent)
+    return comparison.run if results == "results" else f"{comparison.run} --results-dir {shlex.quote(results)}"
+
+
+def _short(path: Path) -> str:
+    """Relative to the working directory where the path lies below it."""
+    relative = os.path.relpath(path.resolve(), Path.cwd().resolve())
+    return relative if not relative.startswith("..") else str(path.resolve())
+
+
+def reproduce_command(plan: Plan | None, cell: str) -> str | None:
+    """The line that measures one cell again; null when the plan does not say how the run was started."""
+    overrides = [text for text in (plan or {}).get("overrides", []) if not text.startswith(("cells=", "shard="))]
+    if plan is None or not any(entry["name"] == cell for entry in plan.get("cells", [])):
+        return None
+    if not any(text.startswith("suite=") for text in overrides) and plan.get("suite"):
+        return shlex.join(["ndbench", *overrides])
+    return shlex.join(["ndbench", *overrides, f"cells={cell}"])
+
+
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Text of a log without terminal codes, so that it can neither colour nor rewrite a report."""
+    return _CONTROL.sub("", text.replace("\r\n", "\n"))
+
+
+def tail(text: str | None, lines: int) -> list[str]:
+    """The last lines of a log that are not empty, made printable."""
+    return [line for line in printable(text or "").splitlines() if line.strip()][-lines:]
