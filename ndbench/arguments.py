@@ -140,9 +140,10 @@ VERBS: dict[str, Verb] = {
     ),
     "doctor": Verb(
         "what this machine is, and what will and will not run here",
-        "ndbench doctor",
-        (RESULTS_DIR, JSON),
-        "",
+        "ndbench doctor [flags]",
+        (RESULTS_DIR, CONFIG_DIR, Flag(("--quick",), "leave out the yardstick, the only check that computes"), JSON),
+        "The yardstick is compared with the stored ones of this kind of machine: is this node slow? Exit code 3 when\n"
+        "something must be mended before anything sound can be measured here.",
         (0, 0),
     ),
     "completion": Verb(

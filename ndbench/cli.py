@@ -132,7 +132,6 @@ def _show(args: argparse.Namespace) -> int:
 def _baseline(args: argparse.Namespace) -> int:
     from ndbench.report import baselines as report
     from ndbench.results import baseline as stored
-    from ndbench.results.locate import baseline_at
     from ndbench.results.sessions import read_baseline
 
     action, *rest = args.words
@@ -159,10 +158,10 @@ def _baseline(args: argparse.Namespace) -> int:
     if action == "prune":
         if args.keep is None:
             raise UsageError("baseline prune: --keep N is needed: how many latest sessions of each cell stay")
-        folder = baseline_at(_one(action, rest, "FOLDER"), results_dir)
+        folder = report.baseline_at(_one(action, rest, "FOLDER"), results_dir)
         report.print_pruned(stored.prune(folder, args.keep), folder, _console())
         return 0
-    folder = baseline_at(rest[0] if rest else None, results_dir)
+    folder = report.baseline_at(rest[0] if rest else None, results_dir)
     described = stored.show(read_baseline(folder), args.session)
     _print_json(described) if args.json else report.print_session(described, _console())
     return 0
@@ -232,9 +231,17 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from ndbench.measure import doctor
+    from ndbench.matrix.overrides import read_yaml
+    from ndbench.matrix.sources import find_sources
+    from ndbench.report.doctor import main as examine
 
-    return doctor.main(args, _console())
+    hardware = find_sources(args.config_dir).files["hardware"]
+    return examine(
+        args.results_dir or Path("results"),
+        {name: read_yaml(path) for name, path in hardware.items()},
+        as_json=args.json,
+        yardstick=not args.quick,
+    )
 
 
 def _completion(args: argparse.Namespace) -> int:
