@@ -60,19 +60,42 @@ def register() -> None:
     AttentionInterface.register(ATTENTION_NAME, ndbench_attention)
 
 
+def refuse_attention(config: Any, cp_size: int = 1, method: str = "ring") -> list[str]:
+    """What ``config`` (a transformers configuration) asks of attention that is not implemented; empty when all is.
+
+    For the parent process, before any rank starts: it reads attributes and needs no weights.
+    """
+    reasons = []
+    if dropout := getattr(config, "attention_dropout", None):
+        reasons.append(f"attention_dropout is {dropout}: attention with dropout is not implemented")
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap and cp_size > 1 and method == "ring":
+        what = f"attn_logit_softcapping is {softcap}"
+        reasons.append(f"{what}: not implemented under cp_method=ring (cp {cp_size}); ulysses has it")
+    if getattr(config, "use_bidirectional_attention", False):
+        reasons.append("use_bidirectional_attention is set: only causal attention is implemented")
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
+    if unknown:
+        reasons.append(f"layer types {', '.join(unknown)} are not implemented, only {', '.join(LAYER_TYPES)}")
+    return reasons
+
+
 def configure(model: torch.nn.Module, cp_group: dist.ProcessGroup | None = None, method: str = "ring") -> int:
     """Tell every attention layer of ``model`` its cp group (None or one rank: no context parallelism).
 
     The group is kept on the modules, so that several models with several groups live in one process. To be called
     before the first forward and again to change the group. Returns the number of layers found.
 
-    Raises ``ValueError`` for an unknown method, an attention pattern we do not implement (bidirectional, chunked), or a
-    model without attention layers.
+    Raises ``ValueError`` for an unknown method, what :func:`refuse_attention` finds in the model's configuration, or a
+    model without causal attention layers.
     """
     if method not in METHODS:
         raise ValueError(f"cp_method is '{method}', known methods are {', '.join(METHODS)}")
     if cp_group is not None and dist.get_world_size(cp_group) == 1:
         cp_group = None
+    cp_size = 1 if cp_group is None else dist.get_world_size(cp_group)
+    if reasons := refuse_attention(getattr(model, "config", None), cp_size, method):
+        raise ValueError(f"{type(model).__name__}: {'; '.join(reasons)}")
     found = 0
     for name, module in model.named_modules():
         # Every class that calls the registry says whether it is causal; layers that are wrapped keep the attribute.
@@ -80,10 +103,9 @@ def configure(model: torch.nn.Module, cp_group: dist.ProcessGroup | None = None,
             continue
         if not module.is_causal:
             raise ValueError(f"{name} is not causal: only causal attention is implemented")
-        kind = _layer_type(module)
-        if kind not in (None, *LAYER_TYPES):
-            raise ValueError(f"{name} has layer type '{kind}': implemented are {', '.join(LAYER_TYPES)}")
-        setattr(module, _CONTEXT, AttentionContext(cp_group, method, sliding=kind == "sliding_attention"))
+        setattr(
+            module, _CONTEXT, AttentionContext(cp_group, method, sliding=_layer_type(module) == "sliding_attention")
+        )
         found += 1
     if not found:
         raise ValueError(f"{type(model).__name__} has no attention layer that uses transformers' attention registry")
@@ -177,7 +199,9 @@ def whole_attention(
     if softcap is None:
         return F.scaled_dot_product_attention(q_bhsd, k_bhsd, v_bhsd, attn_mask=seen, scale=scale)
     scores = torch.tanh(q_bhsd @ k_bhsd.transpose(2, 3) * (scale / softcap)) * softcap
-    weights = F.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+    weights = F.softmax(
+        scores.masked_fill(~seen, float("-inf")), dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)
+    )
     return weights.to(v_bhsd.dtype) @ v_bhsd
 
 

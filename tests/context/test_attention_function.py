@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -142,8 +143,8 @@ def test_a_sliding_layer_that_does_not_pass_its_window_is_refused() -> None:
 
 def test_patterns_that_are_not_implemented_are_refused_when_configured() -> None:
     model = _model("gemma3", attention.ATTENTION_NAME)
-    model.config.layer_types[1] = "chunked_attention"
-    with pytest.raises(ValueError, match=r"layers\.1\.self_attn.*chunked_attention"):
+    model.config.layer_types = ["sliding_attention", "chunked_attention"]
+    with pytest.raises(ValueError, match="chunked_attention"):
         attention.configure(model)
     encoder = _Layer()
     encoder.is_causal = False
@@ -153,6 +154,24 @@ def test_patterns_that_are_not_implemented_are_refused_when_configured() -> None
         attention.configure(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="rings"):
         attention.configure(_Layer(), None, "rings")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "cp_size", "words"),
+    [
+        ("llama", {"attention_dropout": 0.1}, 1, "attention_dropout is 0.1"),
+        ("gemma2", {}, 4, "attn_logit_softcapping is 50.0.*cp 4"),
+        ("gemma3", {"use_bidirectional_attention": True}, 1, "use_bidirectional_attention"),
+    ],
+)
+def test_a_configuration_is_refused_before_anything_is_built(
+    family: str, changes: dict[str, Any], cp_size: int, words: str
+) -> None:
+    model_type, extra = FAMILIES[family]
+    config = AutoConfig.for_model(model_type, **{**SHAPE, **extra, **changes})
+    (reason,) = attention.refuse_attention(config, cp_size)
+    assert re.search(words, reason)
+    assert attention.refuse_attention(AutoConfig.for_model("llama", **SHAPE), cp_size) == []
 
 
 def test_a_configured_model_can_be_copied() -> None:

@@ -52,7 +52,7 @@ def test_softcapped_scores_work_under_ulysses() -> None:
 
 
 def test_softcapped_scores_are_refused_under_the_ring() -> None:
-    with pytest.raises(RuntimeError, match=r"ValueError.*softcap under cp_method=ring"):
+    with pytest.raises(RuntimeError, match=r"ValueError: .*softcapping is 50.0.*cp_method=ring"):
         pool(2).run(model_errors, ModelCase("ring", "gemma2", {"head_dim": 8}))
 
 
