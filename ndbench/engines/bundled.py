@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ndbench.config import ModelConfig, TrainingConfig
 from ndbench.engines.protocol import Batch, StepResult
-from ndbench.parallel.config import ParallelismConfig
+from ndbench.parallel.config import CHECKPOINTING_MODES, ParallelismConfig
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ndbench.training.step import Step
 
 PRECISIONS = ("fp32", "bf16")
-CHECKPOINTING = ("none", "full", "selective")
 
 
 class BundledEngine:
@@ -40,7 +39,7 @@ class BundledEngine:
         config = cell.config
         reasons = [
             *config.parallelism.refuse(config.model, config.training),
-            *_refuse_training(config.training, config.model, config.parallelism),
+            *_refuse_training(config.training, config.model),
         ]
         return "; ".join(reasons) or None
 
@@ -49,7 +48,8 @@ class BundledEngine:
         import torch
 
         config = cell.config
-        device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+        cuda = mesh.device_type == "cuda"
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
         self.build(config.model, config.training, mesh, device)
 
     def build(self, model_config: ModelConfig, training: TrainingConfig, mesh: Mesh, device: torch.device) -> None:
@@ -122,12 +122,12 @@ class BundledEngine:
         return dict(self._facts)
 
 
-def _refuse_training(training: TrainingConfig, model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
+def _refuse_training(training: TrainingConfig, model: ModelConfig) -> list[str]:
     reasons = []
     if training.precision not in PRECISIONS:
         reasons.append(f"precision '{training.precision}' is not implemented; implemented: {', '.join(PRECISIONS)}")
-    if training.activation_checkpointing not in CHECKPOINTING:
-        known = ", ".join(CHECKPOINTING)
+    if training.activation_checkpointing not in CHECKPOINTING_MODES:
+        known = ", ".join(CHECKPOINTING_MODES)
         reasons.append(f"activation_checkpointing '{training.activation_checkpointing}' is not known; known: {known}")
     if training.optimizer not in ("adamw", "sgd") and "." not in training.optimizer:
         reasons.append(f"optimizer '{training.optimizer}' is not known: adamw, sgd, or a dotted path")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-MODES = ("none", "full", "selective")
+from ndbench.parallel.config import CHECKPOINTING_MODES
 
 _KEPT_NAMESPACES = ("_c10d_functional",)
 _KEPT = (
@@ -33,8 +33,8 @@ _KEPT = (
 
 def apply_checkpointing(blocks: list[nn.Module], mode: str) -> None:
     """Make every block recompute by ``mode``; raises ``ValueError`` for a mode that is not known."""
-    if mode not in MODES:
-        raise ValueError(f"activation_checkpointing is '{mode}', known are {', '.join(MODES)}")
+    if mode not in CHECKPOINTING_MODES:
+        raise ValueError(f"activation_checkpointing is '{mode}', known are {', '.join(CHECKPOINTING_MODES)}")
     if mode == "none":
         return
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -44,7 +44,7 @@ def apply_checkpointing(blocks: list[nn.Module], mode: str) -> None:
         block.forward = functools.partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
 
 
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     if isinstance(op, torch._ops.OpOverload):
         name = op._schema.name
         if name in _KEPT or name.startswith(_KEPT_NAMESPACES):

@@ -69,11 +69,11 @@ def _gather_uneven(x: torch.Tensor, group: Group, length: int) -> torch.Tensor:
 
 class _SumOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(_ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         return all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(_ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
 

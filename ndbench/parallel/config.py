@@ -17,6 +17,9 @@ from ndbench.parallel.context import refuse_context
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the slowest to the fastest varying rank index."""
 
+CHECKPOINTING_MODES = ("none", "full", "selective")
+"""Activation checkpointing: keep everything, a block's input only, or that and what is dear to compute again."""
+
 WHOLE_ATTENTION = frozenset({"phi3", "olmo2"})
 """Model types whose plan leaves attention whole on every tp rank, so that heads need not divide by tp."""
 
@@ -132,7 +135,7 @@ class ParallelismConfig:
 
     @property
     def layout(self) -> str:
-        """Short readable name: ``ddp8``, ``fsdp8``, ``hsdp2x4``, ``fsdp4_tp2``, ``ddp2_cp2_tp2``, ``tp4``, ``single``."""
+        """Short readable name: ``ddp8``, ``fsdp8``, ``hsdp2x4``, ``fsdp4_tp2``, ``ddp2_cp2_tp2``, ``single``."""
         replicate, shard = self.dp_replicate_size, self.dp_shard_size
         parts = []
         if replicate != 1 and shard != 1:

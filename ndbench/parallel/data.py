@@ -1,4 +1,4 @@
-"""Data parallelism: FSDP2 over the ``fsdp`` view, replicas as the outer dim of a 2-D mesh, (N, 1) when nothing is sharded.
+"""Data parallelism: FSDP2 over the ``fsdp`` view, replicas as the outer dim of a 2-D mesh, (N, 1) without shards.
 
 One unit a transformer block and one for the rest. Gradients are sums over ranks, never means: the loss is already
 divided by the tokens of the whole global batch. It knows nothing of tensor or context parallelism.

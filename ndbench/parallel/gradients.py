@@ -48,10 +48,11 @@ class Gradients:
         grads = [local_tensor(p.grad) for p in self._partial if p.grad is not None]
         flat = torch.cat([grad.reshape(-1) for grad in grads]).to(self.device)
         dist.all_reduce(flat, group=self.tp_group)
-        torch._foreach_copy_(grads, [part.view_as(g) for g, part in zip(grads, flat.split([g.numel() for g in grads]))])
+        parts = torch.split(flat, [grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [part.view_as(grad) for grad, part in zip(grads, parts, strict=True)])
 
     def norm(self, *also_summed: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Euclidean norm of the global gradient, equal on every rank; further scalars are summed in the same all-reduce.
+        """Euclidean norm of the global gradient, equal on every rank; more scalars are summed in the same all-reduce.
 
         A parameter that several ranks hold a copy of counts once. Float32 sums of squares a tensor, float64 across
         tensors and ranks.

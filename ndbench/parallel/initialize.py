@@ -1,7 +1,7 @@
 """From a model on meta to weights on this rank: allocate, keep ties and buffers, fill each parameter by its name.
 
-A weight is a pure function of (seed, name of the parameter in the unwrapped model), drawn on CPU whatever the device, so
-every layout starts from the same numbers. A rank draws only the rows that its shard touches, a few megabytes at a time.
+A weight is a pure function of (seed, parameter name in the unwrapped model), drawn on CPU whatever the device, so every
+layout starts from the same numbers. A rank draws only the rows that its shard touches, a few megabytes at a time.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def fill(model: nn.Module, weights: Weights) -> None:
 def local_slice(parameter: torch.Tensor) -> tuple[range, range | None]:
     """Rows (dim 0) and, when dim 1 is sharded, columns of the global tensor that this rank holds.
 
-    tp is the last mesh dim and shards first; FSDP shards what tp left. Chunks are torch's: equal, the last ones smaller.
+    tp is the last mesh dim and shards first; FSDP shards what tp left. Chunks are torch's: equal, but for the last.
     """
     rows = range(parameter.shape[0] if parameter.ndim else 1)
     columns: range | None = None

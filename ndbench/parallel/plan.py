@@ -110,7 +110,7 @@ def _regions(plan: TensorPlan, modules: dict[str, nn.Module], blocks: list[str],
         entry = name if parent in whole or not ours else parent
         if entry not in plan.entries:
             plan.entries.append(entry)
-        if parent in whole or not style == "colwise":
+        if parent in whole or style != "colwise":
             continue
         for inner, module in modules.items():
             has_parameters = any(True for _ in module.named_parameters(recurse=False))

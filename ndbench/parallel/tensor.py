@@ -176,7 +176,7 @@ def _become(module: nn.Module, kind: type[_Local], **attributes: Any) -> None:
     names = tuple(name for name, _ in module.named_parameters(recurse=False))
     if not names:
         return
-    module.__class__ = _local_class(type(module), kind, names)
+    module.__class__ = _local_class(type(module), kind, names)  # type: ignore[arg-type]
     for name, value in attributes.items():
         setattr(module, f"tp_{name}", value)
 

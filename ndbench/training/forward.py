@@ -85,7 +85,7 @@ def attach_loss(
         if enter is not None:
             hidden = enter(hidden)
         head = self.get_output_embeddings()  # type: ignore[operator]
-        kind = self.config.model_type  # type: ignore[union-attr]
+        kind = str(self.config.model_type)  # type: ignore[union-attr]
         transform = LOGIT_TRANSFORMS[kind](self.config) if kind in LOGIT_TRANSFORMS else lambda x: x
         weight, bias = local_parameter(head, "weight"), None if head.bias is None else local_parameter(head, "bias")
         return chunked_loss_sum(hidden.flatten(0, 1), weight, bias, labels.flatten(), loss, transform, chunk_size)

@@ -98,7 +98,7 @@ class _Chunked(torch.autograd.Function):
         sums = [torch.zeros_like(leaf, dtype=torch.float32) for leaf in leaves]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_grads = []
-        for piece, piece_labels in zip(hidden.split(chunk_size), labels.split(chunk_size), strict=True):
+        for piece, piece_labels in zip(torch.split(hidden, chunk_size), torch.split(labels, chunk_size), strict=True):
             piece = piece.detach().requires_grad_()
             with torch.enable_grad():
                 value = loss(transform(F.linear(piece, *leaves)), piece_labels)

@@ -83,7 +83,7 @@ def _causal_lm(config: ModelConfig) -> nn.Module:
     made = transformers_config(config)
     made.use_cache = False  # recomputed layers would append their keys to a cache a second time
     try:
-        model: nn.Module = AutoModelForCausalLM.from_config(
+        model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             made, attn_implementation=ATTENTION_NAME, dtype=torch.float32
         )
     except KeyError as error:

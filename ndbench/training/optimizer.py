@@ -15,7 +15,7 @@ from ndbench.parallel._torch_private import local_tensor
 ELEMENTWISE = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
 )
-"""torch.optim classes whose update of an element depends on that element only, so that a shard is as good as a whole."""
+"""torch.optim classes whose update of an element depends on that element alone: a shard is as good as the whole."""
 
 
 class ShardOptimizer:

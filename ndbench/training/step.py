@@ -63,7 +63,7 @@ class Step:
             if batch.document_ids is not None:
                 inputs["document_ids"] = batch.document_ids[rows]
             loss = self.loss_sum(labels=labels[rows], **inputs)
-            (loss / divisor).backward()
+            torch.autograd.backward(loss / divisor)
             summed += loss.detach()
         self.gradients.sum_over_tp()
         # Ranks of one tp group have the same loss: each brings its share to the sum over the world.

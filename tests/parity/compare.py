@@ -1,7 +1,7 @@
 """How far a layout is from one process: relative errors, and the claim that they are small.
 
-Of a step's loss and norm the error is relative to the value; of a tensor it is the Euclidean norm of the difference over
-that of the whole tensor, on each rank's part, the worst rank counting.
+Of a step's loss and norm the error is relative to the value; of a tensor it is the Euclidean norm of the difference
+over that of the whole tensor, on each rank's part, the worst rank counting.
 """
 
 from __future__ import annotations
