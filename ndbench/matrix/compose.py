@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ndbench.config import Config
+from ndbench.matrix.keys import typed
 from ndbench.matrix.overrides import read_yaml
 from ndbench.matrix.resolve import check_ranges
 from ndbench.matrix.sources import Sources, close_to
@@ -38,14 +39,17 @@ class Composer:
         self._configs: dict[frozenset[tuple[str, str]], Config] = {}
         store = ConfigStore.instance()
         store.store(name="schema", node=_Root)
+        store.repo.pop("suite", None)
         self._broken: dict[str, ValueError] = {}
         for name, path in sources.files["suite"].items():
+            if path.parent.name == "suite":
+                continue  # a group folder of the user's, which Hydra finds by itself
             try:
                 content = read_yaml(path)
             except ValueError as error:  # another suite's broken file must not stop this one
                 self._broken[name] = error
             else:
-                store.store(group="suite", name=name, node={"name": name} | content)
+                store.store(group="suite", name=name, node=content)
 
     def config(self, groups: dict[str, str]) -> Config:
         """A copy of the configuration of these files, the defaults of ``config.yaml`` for the other groups."""
@@ -72,6 +76,7 @@ class Composer:
             raise self._broken[name]
         composed = OmegaConf.to_object(self._compose({**groups, "suite": name}).suite)
         assert isinstance(composed, SuiteConfig), "the schema's type"
+        composed.name = name
         try:
             check_suite(composed, self._sources)
         except ValueError as error:
@@ -96,19 +101,20 @@ class Composer:
         return composed
 
     def _explain(self, error: Exception, groups: dict[str, str]) -> str:
-        """One line: the file, the key, and what is wrong with it."""
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        key = getattr(cause, "full_key", None) or getattr(error, "full_key", None) or ""
-        group = key.split(".")[0]
-        if group in groups:
-            where = str(self._sources.files[group][groups[group]])
-        else:
-            where = ", ".join(str(self._sources.files[name][option]) for name, option in sorted(groups.items()))
-        said = " ".join(str(cause).split("full_key:")[0].split()) or type(cause).__name__
-        near = close_to(key.split(".")[-1], _siblings(key)) if "not in" in said else ""
-        return f"{where}: {key + ': ' if key else ''}{said}{near}"
+        """One line: the file, the key, and what is wrong with it; Hydra's words when it is not a key or a value."""
+        paths = [(group, self._sources.files[group][name]) for group, name in sorted(groups.items())]
+        for group, path in paths:
+            for key, value in read_yaml(path).items():
+                if group == "suite":
+                    if key not in (known := [item.name for item in dataclasses.fields(SuiteConfig)]):
+                        return f"{path}: there is no '{key}' in a suite{close_to(str(key), known)}"
+                elif key != "defaults":
+                    try:
+                        typed(f"{group}.{key}", value)
+                    except ValueError as reason:
+                        return f"{path}: {reason}"
+        said = " ".join(str(error).split("full_key:")[0].split())
+        return f"{', '.join(str(path) for _, path in paths)}: {said}"
 
 
 def _copied(value: Any) -> Any:
@@ -116,15 +122,6 @@ def _copied(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return type(value)(**{name: _copied(item) for name, item in value.__dict__.items()})
     return copy.deepcopy(value) if isinstance(value, list | dict) else value
-
-
-def _siblings(key: str) -> list[str]:
-    node: Any = OmegaConf.structured(_Root(suite=SuiteConfig()))
-    for part in key.split(".")[:-1]:
-        node = node.get(part)
-        if node is None:
-            return []
-    return [str(name) for name in node]
 
 
 def _quoted(text: str) -> str:

@@ -6,7 +6,7 @@ import re
 
 _LAYOUT = re.compile(
     r"(?:(?P<kind>ddp|fsdp)(?P<size>\d+)|hsdp(?P<replicate>\d+)x(?P<shard>\d+))?"
-    r"(?:(?:^|_)cp(?P<cp>\d+))?(?:(?:^|_)tp(?P<tp>\d+))?"
+    r"(?:(?:^|(?<=.)_)cp(?P<cp>\d+))?(?:(?:^|(?<=.)_)tp(?P<tp>\d+))?"
 )
 
 

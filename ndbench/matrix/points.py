@@ -21,7 +21,7 @@ from ndbench.matrix.overrides import Request, choose
 from ndbench.matrix.resolve import fill, fill_world, refusals, shortages
 from ndbench.matrix.sources import GROUPS, Sources
 from ndbench.matrix.suite import SuiteConfig, flatten, is_computed
-from ndbench.parallel.config import AXES
+from ndbench.parallel.config import AXES, ParallelismConfig
 
 DEGREES = tuple(f"parallelism.{axis}_size" for axis in AXES)
 LAYOUT_KEYS = ("world_size", "parallelism", *DEGREES)
@@ -111,7 +111,7 @@ class PointMaker:
         key = frozenset(groups.items())
         if key not in self._counts:
             config = self._config(Draft(groups), {})
-            config.world_size = None
+            config.world_size, config.parallelism = None, ParallelismConfig(dp_shard_size=-1)
             self._counts[key] = fill_world(config)
         return self._counts[key]
 

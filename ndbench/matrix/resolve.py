@@ -108,7 +108,8 @@ def visible(match: str | None) -> int:
 
 
 def fill_world(config: Config) -> int:
-    """Fill the device count and the world size; returns the latter."""
+    """Fill the device count and the world size (the product of the degrees when all are given and the machine has as
+    many devices, else all devices); returns the latter."""
     hardware = config.hardware
     if hardware.device_count is None:
         if hardware.device == "cpu":
@@ -116,7 +117,9 @@ def fill_world(config: Config) -> int:
         else:
             hardware.device_count = visible(hardware.match) or hardware.gpus_per_node or ASSUMED_DEVICES
     if config.world_size is None:
-        config.world_size = hardware.device_count
+        degrees = config.parallelism
+        fixed = min(degrees.sizes.values()) >= 1 and degrees.world_size <= hardware.device_count
+        config.world_size = degrees.world_size if fixed else hardware.device_count
     if hardware.device == "cpu":
         hardware.device_count = max(hardware.device_count, config.world_size)  # ranks are processes: there is no limit
     return config.world_size

@@ -1,0 +1,91 @@
+"""The suites and files that ship: each composes, and holds what it promises."""
+
+from __future__ import annotations
+
+import pytest
+
+from ndbench.matrix.expand import expand
+from ndbench.matrix.sources import GROUPS, find_sources
+
+
+def names(overrides: list[str]) -> list[str]:
+    return [cell.name for cell in expand(overrides, here=False).cells]
+
+
+HSDP_TP = ["ddp8", "fsdp8", "hsdp2x4", "hsdp4x2", "fsdp4_tp2", "fsdp2_tp4", "ddp4_tp2", "hsdp2x2_tp2"]
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "h100_x8", "h200_x8", "b200_x8", "mi300x_x8"])
+def test_hsdp_tp_holds_its_eight_layouts(hardware: str) -> None:
+    assert names(["suite=hsdp_tp", f"hardware={hardware}"]) == HSDP_TP
+
+
+@pytest.mark.parametrize(("devices", "count"), [(4, 6), (2, 3), (1, 1)])
+def test_hsdp_tp_holds_what_fits_on_fewer_devices(devices: int, count: int) -> None:
+    matrix = expand(["suite=hsdp_tp", f"hardware=h100_x{devices}"], here=False)
+    assert len(matrix.cells) == count
+    assert all(cell.world_size == devices for cell in matrix.cells)
+
+
+def test_hsdp_tp_uses_the_largest_world_it_knows_and_says_so() -> None:
+    matrix = expand(["suite=hsdp_tp", "hardware=h100_x6"], here=False)
+    assert {cell.world_size for cell in matrix.cells} == {4}
+    assert any("4 of 6 devices" in warning for warning in matrix.warnings)
+
+
+def test_hsdp_tp_on_cpu_times_at_least_eight_steps_three_times() -> None:
+    for cell in expand(["suite=hsdp_tp", "hardware=cpu"]).cells:
+        assert cell.config.measure.repeats == 3
+        assert cell.config.training.steps - cell.config.training.steps // 2 + 1 >= 8
+        assert cell.config.model.name == "llama_tiny"
+
+
+def test_smoke_is_two_cells_on_real_text() -> None:
+    cells = expand(["suite=smoke", "hardware=cpu"]).cells
+    assert [cell.name for cell in cells] == ["ddp2", "fsdp2"]
+    assert {cell.config.data.name for cell in cells} == {"source"}
+
+
+def test_layouts_is_every_factorisation_and_says_why_one_cannot_run() -> None:
+    matrix = expand(["suite=layouts", "hardware=cpu"])
+    assert len(matrix.cells) + len(matrix.skipped) == 20
+    assert [(cell.name, reason) for cell, reason in matrix.skipped] == [("tp8", "4 kv heads do not divide by tp 8")]
+
+
+def test_scaling_is_one_layout_over_four_world_sizes() -> None:
+    assert names(["suite=scaling", "hardware=cpu"]) == ["single", "fsdp2", "fsdp4", "fsdp8"]
+    assert names(["suite=scaling", "hardware=cpu", "parallelism=ddp"]) == ["single", "ddp2", "ddp4", "ddp8"]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_a_gpu_suite_gives_each_device_two_sequences(devices: int) -> None:
+    for cell in expand(["suite=hsdp_tp", f"hardware=h100_x{devices}"], here=False).cells:
+        assert cell.config.training.global_batch_size == 2 * devices
+
+
+EXTRA = {
+    ("model", "custom"): ["model.target=collections:OrderedDict", "model.vocab_size=8"],
+    ("engine", "command"): ["engine.command=true"],
+    ("data", "text"): ["data.files=[a.txt]"],
+    ("parallelism", "tp"): ["world_size=4"],
+}
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [(group, name) for group in GROUPS if group != "suite" for name in find_sources().names(group)],
+)
+def test_every_shipped_file_makes_a_cell(group: str, name: str) -> None:
+    matrix = expand([f"{group}={name}", *EXTRA.get((group, name), [])], here=False)
+    assert len(matrix.cells) + len(matrix.skipped) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [("llama_1b", 1.5), ("llama_8b", 8.03), ("llama_70b", 70.6), ("qwen3_8b", 8.19), ("mistral_7b", 7.24)],
+)
+def test_the_shapes_have_the_sizes_of_the_models_they_are_named_after(model: str, billions: float) -> None:
+    from ndbench.measure.flops import parameter_count
+
+    matrix = expand([f"model={model}", "hardware=b200_x8", "parallelism=fsdp"], here=False)
+    assert parameter_count(matrix.config.model) == pytest.approx(billions * 1e9, rel=0.01)
