@@ -170,8 +170,8 @@ def power_and_clocks(devices: list[dict[str, Any]]) -> list[Finding]:
     wanted = {str(device["index"]) for device in devices if device["vendor"] == "nvidia"}
     if not wanted:
         return []
-    fields = ("index", "power.limit", "power.default_limit", "clocks.max.sm")
-    fields += ("ecc.errors.uncorrected.volatile.total", "mig.mode.current")
+    fields = ["index", "power.limit", "power.default_limit", "clocks.max.sm"]
+    fields += ["ecc.errors.uncorrected.volatile.total", "mig.mode.current"]
     rows = [row for row in nvidia_query(*fields) if row["index"] in wanted]
     found = []
     for row in rows:
