@@ -61,7 +61,7 @@ class BundledEngine:
         from ndbench.parallel.gradients import Gradients
         from ndbench.parallel.initialize import Weights
         from ndbench.parallel.parallelize import Technique, parallelize
-        from ndbench.training.forward import attach_loss
+        from ndbench.training.forward import attach_loss, chunk_refusals
         from ndbench.training.models import build_model
         from ndbench.training.optimizer import ShardOptimizer
         from ndbench.training.step import Step
@@ -70,8 +70,11 @@ class BundledEngine:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         built = build_model(model_config)
         plan = _plan(built, model_config, mesh.config) if mesh.config.tp_size > 1 else None
-        if plan is not None and plan.refusals:
-            raise ValueError("; ".join(plan.refusals))
+        reasons = [] if plan is None else list(plan.refusals)
+        if training.loss_chunk_size is not None:
+            reasons += chunk_refusals(built.model)
+        if reasons:
+            raise ValueError("; ".join(reasons))
         dtype = torch.bfloat16 if training.precision == "bf16" else None
         std = float(getattr(getattr(built.model, "config", None), "initializer_range", model_config.initializer_range))
         parallel = parallelize(

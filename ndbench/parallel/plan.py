@@ -37,6 +37,12 @@ class TensorPlan:
     """The output head whose logits stay sharded over the vocabulary, if any."""
     refusals: list[str] = field(default_factory=list)
 
+    def refuse(self, name: str, why: str) -> None:
+        """Add a refusal of module ``name``, once for all layers."""
+        line = f"{_pattern(name)} {why}"
+        if line not in self.refusals:
+            self.refusals.append(line)
+
 
 def tensor_plan(
     model: nn.Module,
@@ -113,11 +119,10 @@ def _regions(plan: TensorPlan, modules: dict[str, nn.Module], blocks: list[str],
         if parent in whole or style != "colwise":
             continue
         for inner, module in modules.items():
-            has_parameters = any(True for _ in module.named_parameters(recurse=False))
-            if inner.startswith(f"{parent}.") and has_parameters and inner not in plan.styles:
-                message = f"{inner} ({type(module).__name__}) has parameters beside the column-wise {name}, but no plan"
-                if message.split(" ")[0] not in {refusal.split(" ")[0] for refusal in plan.refusals}:
-                    plan.refusals.append(message)
+            within = inner == parent or inner.startswith(f"{parent}.")
+            if within and inner not in plan.styles and any(True for _ in module.named_parameters(recurse=False)):
+                kind = type(module).__name__
+                plan.refuse(inner, f"({kind}) has parameters but no plan beside the column-wise {_pattern(name)}")
 
 
 def _residual_stream(plan: TensorPlan, modules: dict[str, nn.Module]) -> None:
@@ -132,18 +137,24 @@ def _residual_stream(plan: TensorPlan, modules: dict[str, nn.Module]) -> None:
         elif "norm" in type(module).__name__.lower() and all(parameter.ndim == 1 for _, parameter in own):
             plan.styles[name] = "partial"
         else:
-            plan.refusals.append(
-                f"{name} ({type(module).__name__}) is not in the plan and no norm: sequence_parallel cannot shard it"
-            )
+            kind = type(module).__name__
+            plan.refuse(name, f"({kind}) is neither in the plan nor a norm: sequence_parallel=false leaves it whole")
 
 
 def _shapes(plan: TensorPlan, modules: dict[str, nn.Module], tp_size: int) -> None:
     for name, style in plan.styles.items():
+        if not style.startswith(("colwise", "rowwise")):
+            continue
         module = modules[name]
-        if style.startswith(("colwise", "rowwise")) and not isinstance(module, nn.Linear):
-            plan.refusals.append(f"{name} is a {type(module).__name__}: style '{style}' needs a Linear")
-        elif style.startswith("rowwise") and module.in_features % tp_size:  # type: ignore[operator]
-            plan.refusals.append(f"{name} has {module.in_features} input features, not a multiple of tp {tp_size}")
-        elif style == "colwise" and name != plan.head and module.out_features % tp_size:  # type: ignore[operator]
+        if not isinstance(module, nn.Linear):
+            plan.refuse(name, f"is a {type(module).__name__}: style '{style}' needs a Linear")
+        elif style.startswith("rowwise") and module.in_features % tp_size:
+            plan.refuse(name, f"has {module.in_features} input features, not a multiple of tp {tp_size}")
+        elif style == "colwise" and name != plan.head and module.out_features % tp_size:
             # The vocabulary may be odd: only the loss looks at its shards.
-            plan.refusals.append(f"{name} has {module.out_features} output features, not a multiple of tp {tp_size}")
+            plan.refuse(name, f"has {module.out_features} output features, not a multiple of tp {tp_size}")
+
+
+def _pattern(name: str) -> str:
+    """A module's name with its layer number as a wildcard."""
+    return re.sub(r"\.\d+(?=\.|\Z)", ".*", name)

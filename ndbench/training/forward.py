@@ -31,13 +31,13 @@ PLAIN_LOGITS = frozenset(
 """Model types whose logits are the output head's."""
 
 
-def chunk_refusal(config: Any) -> str | None:
-    """Why the loss of a transformers model cannot be chunked; None when it can."""
-    kind = getattr(config, "model_type", None)
+def chunk_refusals(model: nn.Module) -> list[str]:
+    """Why the loss of ``model`` cannot be chunked; empty when it can."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind in PLAIN_LOGITS or kind in LOGIT_TRANSFORMS:
-        return None
+        return []
     known = ", ".join(sorted(PLAIN_LOGITS | LOGIT_TRANSFORMS.keys()))
-    return f"loss_chunk_size: what model type '{kind}' does to its logits is not known; known: {known}"
+    return [f"loss_chunk_size: what model type '{kind}' does to its logits is not known; known: {known}"]
 
 
 def _softcapped(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -45,11 +45,16 @@ def _softcapped(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return (lambda x: x) if cap is None else lambda x: torch.tanh(x / cap) * cap
 
 
+def _multiplied(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x * config.logit_scale
+
+
 def _divided(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: x / config.logits_scaling
 
 
 LOGIT_TRANSFORMS: dict[str, Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "cohere": _multiplied,
     "gemma2": _softcapped,
     "gemma3_text": _softcapped,
     "granite": _divided,

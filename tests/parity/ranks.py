@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,16 +18,19 @@ Piece = tuple[range, range | None, torch.Tensor]
 """Rows and columns of a global tensor, and its values there, as one rank holds them."""
 
 
-def train(case: Case, plant: Callable[[BundledEngine], None] | None = None) -> dict[str, Any]:
+def train(case: Case, plant: Callable[[], AbstractContextManager[Any]] = nullcontext) -> dict[str, Any]:
     """Run ``case`` on this rank: losses, norms and tokens of each step, pieces of gradients and weights.
 
-    ``plant`` may put a fault into the engine after it is built.
+    ``plant`` makes a context in which the engine has a fault.
     """
+    with plant():
+        return _train(case)
+
+
+def _train(case: Case) -> dict[str, Any]:
     mesh = build_mesh(case.parallelism, "cpu")
     engine = BundledEngine(weight_jitter=case.weight_jitter)
     engine.build(case.model, case.training, mesh, torch.device("cpu"))
-    if plant is not None:
-        plant(engine)
     assert engine.model is not None
     assert engine._step is not None
     result: dict[str, Any] = {"loss": [], "norm": [], "tokens": [], "facts": engine.info()}

@@ -1,0 +1,312 @@
+"""Mistakes that engines have made, each planted by replacing one function of ours while a rank runs.
+
+A fault is a context manager without arguments, so that ranks can be told its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from ndbench.engines import bundled
+from ndbench.parallel import attention, collectives, gradients, initialize, parallelize, tensor
+from ndbench.parallel.context import shard_sequence
+from ndbench.training import loss, step
+
+
+@contextmanager
+def row_wise_sum_missing() -> Iterator[None]:
+    """Each tp rank goes on with its own part of a sum."""
+    with patch.object(tensor, "sum_partials", lambda x, group: x):
+        yield
+
+
+@contextmanager
+def reduce_scatter_without_sum() -> Iterator[None]:
+    with patch.object(tensor, "scatter_partials", lambda x, group: collectives.own_part(x, group, 1)):
+        yield
+
+
+@contextmanager
+def input_gradient_not_summed_over_tp() -> Iterator[None]:
+    with patch.object(tensor, "enter_replicated", lambda x, group: x):
+        yield
+
+
+@contextmanager
+def norm_weights_not_summed_over_tp() -> Iterator[None]:
+    """Sequence parallel: each tp rank keeps the gradient of its shard of the sequence."""
+    with patch.object(gradients.Gradients, "sum_over_tp", lambda self: None):
+        yield
+
+
+@contextmanager
+def replicated_gradients_counted_twice() -> Iterator[None]:
+    """The norm adds up what several ranks hold copies of."""
+    with patch.object(gradients, "copies", lambda parameter, world_size: 1):
+        yield
+
+
+@contextmanager
+def norm_of_local_shards() -> Iterator[None]:
+    original = gradients.Gradients.norm
+
+    def local(self: gradients.Gradients, *also: torch.Tensor) -> Any:
+        norm, summed = original(self, *also)
+        group, self.group = self.group, None
+        norm = original(self, *also)[0]
+        self.group = group
+        return norm, summed
+
+    with patch.object(gradients.Gradients, "norm", local):
+        yield
+
+
+@contextmanager
+def gradients_not_clipped() -> Iterator[None]:
+    with patch.object(gradients.Gradients, "clip", lambda self, norm, max_norm: None):
+        yield
+
+
+@contextmanager
+def mean_of_means() -> Iterator[None]:
+    """Each rank divides by its own tokens, and the ranks' means are averaged."""
+    original = step.Step.backward
+
+    def means(self: step.Step, batch: Any) -> Any:
+        size = self.mesh.loss.size()
+        real = dist.all_reduce
+
+        def average(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if x.dtype == torch.int64:
+                return x.mul_(size)
+            return real(x, *args, **kwargs)
+
+        with patch.object(step.dist, "all_reduce", average):
+            return original(self, batch)
+
+    with patch.object(step.Step, "backward", means):
+        yield
+
+
+@contextmanager
+def gradients_doubled() -> Iterator[None]:
+    original = step.Step.backward
+
+    def doubled(self: step.Step, batch: Any) -> Any:
+        result = original(self, batch)
+        for parameter in self.gradients.parameters:
+            parameter.grad = None if parameter.grad is None else parameter.grad * 2
+        return result
+
+    with patch.object(step.Step, "backward", doubled):
+        yield
+
+
+@contextmanager
+def replicas_not_reduced() -> Iterator[None]:
+    """HSDP without its all-reduce between replicas."""
+    original = step.set_gradient_sync
+
+    def alone(model: Any, sync: bool) -> None:
+        original(model, sync)
+        model.set_requires_all_reduce(False)
+
+    with patch.object(step, "set_gradient_sync", alone):
+        yield
+
+
+@contextmanager
+def only_the_last_micro_batch_counts() -> Iterator[None]:
+    original = step.Step.backward
+
+    def last(self: step.Step, batch: Any) -> Any:
+        real = torch.autograd.backward
+
+        def forget(x: torch.Tensor) -> None:
+            for parameter in self.gradients.parameters:
+                parameter.grad = None
+            for module in self.model.modules():
+                for parameter in module.parameters(recurse=False):
+                    parameter.grad = None
+            real(x)
+
+        with patch.object(torch.autograd, "backward", forget):
+            return original(self, batch)
+
+    with patch.object(step.Step, "backward", last):
+        yield
+
+
+@contextmanager
+def mean_over_micro_batches() -> Iterator[None]:
+    """The sum over micro-batches is divided by their number once more."""
+    real = torch.autograd.backward
+    with patch.object(torch.autograd, "backward", lambda x: real(x / 2)):
+        yield
+
+
+def _wrong_shard(which: int) -> Callable[..., torch.Tensor]:
+    """Of the three tensors of a step (ids, labels, positions), one is cut into contiguous chunks."""
+    calls = [0]
+
+    def shard(x: torch.Tensor, cp_size: int, cp_rank: int, method: str, dim: int = 1) -> torch.Tensor:
+        wrong = calls[0] % 3 == which
+        calls[0] += 1
+        return shard_sequence(x, cp_size, cp_rank, "ulysses" if wrong else method, dim)
+
+    return shard
+
+
+@contextmanager
+def labels_not_permuted() -> Iterator[None]:
+    with patch.object(step, "shard_sequence", _wrong_shard(1)):
+        yield
+
+
+@contextmanager
+def rope_positions_not_permuted() -> Iterator[None]:
+    with patch.object(step, "shard_sequence", _wrong_shard(2)):
+        yield
+
+
+@contextmanager
+def tokens_not_permuted() -> Iterator[None]:
+    with patch.object(step, "shard_sequence", _wrong_shard(0)):
+        yield
+
+
+@contextmanager
+def attention_within_the_shard_only() -> Iterator[None]:
+    """Context parallelism forgotten: each rank attends to its own tokens."""
+    with patch.object(parallelize, "configure", lambda model, group, method: attention.configure(model, None, method)):
+        yield
+
+
+@contextmanager
+def window_ignored() -> Iterator[None]:
+    original = attention.ndbench_attention
+
+    def without(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("sliding_window") is not None:
+            kwargs["sliding_window"] = 10**6
+        return original(*args, **kwargs)
+
+    with patch.object(attention, "ndbench_attention", without):
+        attention.register()
+        yield
+    attention.register()
+
+
+@contextmanager
+def documents_ignored() -> Iterator[None]:
+    original = attention.ndbench_attention
+
+    def without(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **(kwargs | {"document_ids": None}))
+
+    with patch.object(attention, "ndbench_attention", without):
+        attention.register()
+        yield
+    attention.register()
+
+
+@contextmanager
+def same_data_on_every_batch_rank() -> Iterator[None]:
+    from tests.parity import ranks
+
+    original = ranks.batch
+    with patch.object(ranks, "batch", lambda case, number, rank, count: original(case, number, 0, count)):
+        yield
+
+
+@contextmanager
+def vocabulary_shards_off_by_one() -> Iterator[None]:
+    """An odd vocabulary is cut by rounding down in one place and up in the other."""
+    original = loss._VocabularyParallel.forward
+
+    def shifted(ctx: Any, logits: Any, labels: Any, group: Any, start: int) -> Any:
+        return original(ctx, logits, labels, group, start - (1 if start else 0))
+
+    with patch.object(loss._VocabularyParallel, "forward", staticmethod(shifted)):
+        yield
+
+
+@contextmanager
+def target_logit_not_summed_over_tp() -> Iterator[None]:
+    original = loss.all_reduce
+
+    def partial(x: torch.Tensor, group: Any, op: str = "sum") -> torch.Tensor:
+        total = original(x, group, op)
+        return total if op == "max" else torch.stack([total[0], x[1]])
+
+    with patch.object(loss, "all_reduce", partial):
+        yield
+
+
+@contextmanager
+def loss_counted_by_every_tp_rank() -> Iterator[None]:
+    original = gradients.Gradients.norm
+
+    def again(self: gradients.Gradients, summed: torch.Tensor) -> Any:
+        return original(self, summed * 2)
+
+    with patch.object(gradients.Gradients, "norm", again):
+        yield
+
+
+@contextmanager
+def weights_start_differently_per_rank() -> Iterator[None]:
+    original = initialize.Weights._generator
+
+    def by_rank(self: initialize.Weights, name: str, index: int) -> torch.Generator:
+        return original(self, f"{name}{dist.get_rank()}", index)
+
+    with patch.object(initialize.Weights, "_generator", by_rank):
+        yield
+
+
+@contextmanager
+def rope_frequencies_lost() -> Iterator[None]:
+    """Buffers that no checkpoint holds come out of allocation with whatever is there."""
+    original = parallelize.materialize
+
+    def lose(model: Any, *args: Any) -> None:
+        original(model, *args)
+        for buffer in model.buffers():
+            buffer.zero_()
+
+    with patch.object(parallelize, "materialize", lose):
+        yield
+
+
+@contextmanager
+def tied_embeddings_come_apart() -> Iterator[None]:
+    original = parallelize.materialize
+
+    def untie(model: Any, *args: Any) -> None:
+        original(model, *args)
+        head = model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+
+    with patch.object(parallelize, "materialize", untie):
+        yield
+
+
+@contextmanager
+def parameters_rounded_to_bf16() -> Iterator[None]:
+    """Forward and backward silently compute in bf16."""
+    original = bundled.BundledEngine.build
+
+    def low(self: Any, model: Any, training: Any, *args: Any) -> None:
+        from dataclasses import replace
+
+        original(self, model, replace(training, precision="bf16"), *args)
+
+    with patch.object(bundled.BundledEngine, "build", low):
+        yield
