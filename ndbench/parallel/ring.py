@@ -17,6 +17,9 @@ from ndbench.parallel import masks
 from ndbench.parallel.context import sequence_chunks, shard_sequence
 from ndbench.parallel.kernels import block_backward, block_forward, merge
 
+MASKED_ROWS = 1024
+"""Query rows of a tile that needs a mask: bounds the mask's memory to this many rows of local keys."""
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -54,37 +57,44 @@ def ring_attention(
 
 
 def tiles(
-    cp_size: int, rank: int, source: int, local_length: int, window: int | None = None, documents: bool = False
+    cp_size: int,
+    rank: int,
+    source: int,
+    local_length: int,
+    window: int | None = None,
+    documents: bool = False,
+    masked_rows: int = MASKED_ROWS,
 ) -> list[Tile]:
     """Tiles that ``rank`` computes while it holds the keys of ``source``.
 
-    Chosen from positions alone: chunk pairs of which a causal mask or the window hides everything are left out, so each
-    rank does half a block a step. Document boundaries are data; they mask but never skip, which keeps the schedule free
-    of device synchronisation. Every query is covered by the tiles of ``source == rank``.
+    Chosen from positions alone: what a causal mask or the window hides from all queries of a tile is left out, so each
+    rank does half a block a step, and a window costs its own width. Document boundaries are data; they mask but never
+    skip, which keeps the schedule free of device synchronisation. A tile with a mask has at most ``masked_rows`` rows.
+    No query is in two tiles, and every query is in one when ``source == rank``.
     """
-    if rank == source and window is None and not documents:
+    masked = documents or window is not None
+    if rank == source and not masked:
         return [Tile(slice(0, local_length), slice(0, local_length), "causal")]
-    total = cp_size * local_length
-    half = local_length // 2
+    total, half = cp_size * local_length, local_length // 2
     rows: list[Tile] = []
     for q_index, queries in enumerate(sequence_chunks(total, cp_size, rank, "ring")):
-        seen, whole = [], not documents
-        for k_index, keys in enumerate(sequence_chunks(total, cp_size, source, "ring")):
-            nearest, farthest = queries[0] - keys[-1], queries[-1] - keys[0]
-            if farthest < 0 or (window is not None and nearest >= window):
-                continue
-            seen.append(k_index)
-            whole = whole and nearest >= 0 and (window is None or farthest < window)
-        if seen:
-            rows.append(
-                Tile(
-                    slice(q_index * half, (q_index + 1) * half),
-                    slice(seen[0] * half, (seen[-1] + 1) * half),
-                    "none" if whole else "positions",
-                )
-            )
-    if len(rows) == 2 and rows[0].keys == rows[1].keys and rows[0].mask == rows[1].mask:
-        return [Tile(slice(0, local_length), rows[0].keys, rows[0].mask)]
+        for start in range(0, half, masked_rows if masked else half):
+            part = queries[start : start + masked_rows] if masked else queries
+            spans, shown = [], 0
+            for k_index, keys in enumerate(sequence_chunks(total, cp_size, source, "ring")):
+                first = keys.start if window is None else max(keys.start, part[0] - window + 1)
+                stop = min(keys.stop, part[-1] + 1)
+                if first < stop:
+                    spans.append((k_index * half + first - keys.start, k_index * half + stop - keys.start))
+                    all_see = stop - 1 <= part[0] and (window is None or part[-1] - first < window)
+                    shown += stop - first if all_see else 0
+            if spans:
+                local = slice(spans[0][0], spans[-1][1])
+                whole = not documents and shown == local.stop - local.start
+                first_row = q_index * half + start
+                rows.append(Tile(slice(first_row, first_row + len(part)), local, "none" if whole else "positions"))
+    if not masked and len(rows) == 2 and rows[0].keys == rows[1].keys:
+        return [Tile(slice(0, local_length), rows[0].keys, "none")]
     return rows
 
 

@@ -7,6 +7,7 @@ Errors come back as sums of squares, so that a test can state one number over al
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,8 @@ class Case:
     fault: str | None = None
     """Name of a planted bug, see :func:`planted`."""
     device: str = "cpu"
+    masked_rows: int = ring.MASKED_ROWS
+    """Rows of a masked tile of the ring; small ones make short sequences many tiles."""
 
 
 class _Layer(torch.nn.Module):
@@ -56,7 +59,8 @@ def attention_errors(case: Case) -> dict[str, tuple[float, float]]:
     expected = _reference(case, q, k, v, dout, documents)
     layer = _Layer()
     attention.configure(layer, dist.group.WORLD, case.method)
-    with planted(case.fault) as change:
+    small = functools.partial(ring.tiles, masked_rows=case.masked_rows)
+    with mock.patch.object(ring, "tiles", small), planted(case.fault) as change:
         # A fault of the caller: the shards are cut for the other method.
         cut = {"ring": "ulysses", "ulysses": "ring"}[case.method] if "cut" in change else case.method
         mine = [shard_sequence(x, size, rank, cut, dim=2).requires_grad_() for x in (q, k, v)]

@@ -49,6 +49,13 @@ def test_precision_is_that_of_the_dtype(method: str, mask: str, dtype: torch.dty
     assert max(errors.values()) < TOLERANCE[dtype], errors
 
 
+@pytest.mark.parametrize("rows", [1, 3, 7])
+@pytest.mark.parametrize("mask", ["window", "documents", "window and documents"])
+def test_tiles_of_any_height_give_the_same(mask: str, rows: int) -> None:
+    errors = relative_errors(Case("ring", masked_rows=rows, **MASKS[mask]), 4)
+    assert max(errors.values()) < TOLERANCE[torch.float32], errors
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_four_thousand_tokens_agree_with_no_context_parallelism(method: str) -> None:
     case = Case(method, heads=4, kv_heads=2, length=4096, batch=1, explicit_reference=False)

@@ -18,9 +18,10 @@ from ndbench.parallel.ring import tiles
     half=st.integers(1, 5),
     window=st.one_of(st.none(), st.integers(1, 60)),
     documents=st.booleans(),
+    masked_rows=st.integers(1, 6),
 )
 def test_tiles_show_each_visible_pair_exactly_once(
-    cp_size: int, half: int, window: int | None, documents: bool
+    cp_size: int, half: int, window: int | None, documents: bool, masked_rows: int
 ) -> None:
     length = 2 * half
     device = torch.device("cpu")
@@ -30,7 +31,8 @@ def test_tiles_show_each_visible_pair_exactly_once(
             theirs = masks.positions(sequence_chunks(cp_size * length, cp_size, source, "ring"), device)
             expected = masks.visible(mine, theirs, window)[0, 0]
             shown = torch.zeros(length, length, dtype=torch.int64)
-            for tile in tiles(cp_size, rank, source, length, window, documents):
+            rows = torch.zeros(length, dtype=torch.int64)
+            for tile in tiles(cp_size, rank, source, length, window, documents, masked_rows):
                 q, k = mine[tile.queries], theirs[tile.keys]
                 assert len(q)
                 assert len(k)
@@ -41,7 +43,13 @@ def test_tiles_show_each_visible_pair_exactly_once(
                 else:
                     block = masks.visible(q, k, window)[0, 0]
                 shown[tile.queries, tile.keys] += block
+                rows[tile.queries] += 1
+                if tile.mask == "positions":
+                    assert len(q) <= masked_rows
             assert torch.equal(shown, expected.to(torch.int64))
+            # The first step writes where later ones merge, so no row may be missing there, and none be there twice.
+            assert rows.max() <= 1
+            assert rank != source or rows.min() == 1
 
 
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
@@ -57,6 +65,13 @@ def test_every_rank_computes_half_a_block_in_every_step_of_a_causal_ring(cp_size
 def test_a_narrow_window_leaves_out_the_blocks_it_hides() -> None:
     computed = [source for source in range(8) if tiles(8, 3, source, 64, window=8)]
     assert computed == [2, 3, 4]
+
+
+def test_a_window_costs_its_own_width() -> None:
+    length, window = 4096, 64
+    computed = [tile for source in range(4) for tile in tiles(4, 1, source, length, window, masked_rows=256)]
+    pairs = sum((t.queries.stop - t.queries.start) * (t.keys.stop - t.keys.start) for t in computed)
+    assert pairs <= length * (256 + window)
 
 
 def test_documents_never_change_which_tiles_are_computed() -> None:
