@@ -42,7 +42,8 @@ def notes_on(
         notes.append(code)
     partial = [m for m in metrics if m.verdict == "incomparable"] if verdict != "incomparable" else []
     notes += [f"not compared: {metric.reason}" for metric in partial]
-    for note in (yardstick_note(records, found, metrics), drift_note(records, found)):
+    drift = drift_note(records, found) if verdict != "regressed" else None
+    for note in (yardstick_note(records, found, metrics), drift):
         if note is not None:
             notes.append(note)
     return notes

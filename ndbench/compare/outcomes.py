@@ -1,6 +1,7 @@
 """Outcomes come before metrics: whether a cell ran to its end, out of memory, or not at all.
 
-One failed repeat decides for its cell; a cell that ran out of memory before and after has not changed.
+One failed repeat decides for its cell (later ones are then not launched: ``skipped``). A cell that ran out of memory
+before and after has not changed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def judge_outcome(outcome: str, records: Sequence[Record], baseline: Sequence[Re
     that is a wrong result, not a failed measurement.
     """
     deciding = [record for record in records if record["outcome"] == outcome]
-    count = f"{len(deciding)} of {len(records)} repeats"
+    launched = [record for record in records if record["outcome"] != "skipped"] or records
+    count = f"{len(deciding)} of {len(launched)} launched repeats"
     reason = deciding[0]["reason"] if deciding else None
     because = f": {reason}" if reason else ""
     before = cell_outcome(baseline) if baseline is not None else None

@@ -5,6 +5,7 @@ Readable at 100 columns and still at 80, with and without colour. Reads a compar
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,17 +63,23 @@ def print_comparison(
         )
     command = facts.accept_command(comparison, run_folder)
     if command is not None:
-        _line(console, f"to make this run the reference: {command}")
+        _line(console, f"to make this run the reference: {command}", wrap=False)
     if run_folder is not None:
         _line(console, f"records, logs, verdict.json: {run_folder}", "dim")
 
 
-def _line(console: Console, text: str, style: str = "", indent: int = 0) -> None:
-    """A paragraph, wrapped with a hanging indent so that reasons stay apart; never read as markup."""
-    from rich.padding import Padding
+def _line(console: Console, text: str, style: str = "", indent: int = 0, wrap: bool = True) -> None:
+    """A paragraph with a hanging indent, never read as markup. A command is not wrapped: it is there to be copied."""
     from rich.text import Text
 
-    console.print(Padding(Text(facts.printable(text), style=style, overflow="fold"), (0, 0, 0, indent)))
+    first, rest = " " * indent, " " * (indent + 2)
+    lines = [first + facts.printable(text)]
+    if wrap:
+        lines = textwrap.wrap(
+            facts.printable(text), console.width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+        )
+    for line in lines:
+        console.print(Text(line, style=style), soft_wrap=True)
 
 
 def _table(cells: list[CellVerdict], width: int) -> Table:
@@ -111,22 +118,21 @@ def _explain(console: Console, comparison: Comparison, plan: Plan | None, run_fo
         current = cell.current
         if current is not None and current.log_tail and cell.verdict in ("invalid", "regressed"):
             for text in facts.tail(current.log_tail, LOG_LINES):
-                _line(console, f"| {text}", "dim", indent=2)
+                _line(console, f"| {text}", "dim", indent=2, wrap=False)
         again = facts.reproduce_command(plan, cell.name)
         if again is not None and cell.verdict in ("regressed", "invalid"):
-            _line(console, f"measure it again: {again}", indent=2)
+            _line(console, f"measure it again: {again}", indent=2, wrap=False)
         accept = facts.deliberate_command(comparison, cell, run_folder)
         if accept is not None:
-            _line(console, f"if it is meant to be so: {accept}", indent=2)
+            _line(console, f"if it is meant to be so: {accept}", indent=2, wrap=False)
     if len(cells) > MAX_EXPLAINED:
         _line(console, f"and {len(cells) - MAX_EXPLAINED} more cells with reasons, in verdict.json")
-    remarks = [
-        (cell.name, text) for cell in comparison.cells if cell.verdict == "pass" for text in facts.passed_remarks(cell)
-    ]
-    if cells or remarks:
-        console.print()
-    for name, text in remarks[:MAX_EXPLAINED]:
-        _line(console, f"{name}: {text}", "dim")
+    console.print()
+    remarks = facts.remarks(comparison)
+    for text in remarks[:MAX_EXPLAINED]:
+        _line(console, text, "dim")
+    if len(remarks) > MAX_EXPLAINED:
+        _line(console, f"and {len(remarks) - MAX_EXPLAINED} more remarks, in verdict.json", "dim")
 
 
 def _more(names: list[str], most: int) -> str:

@@ -88,7 +88,8 @@ def accept(
     verdicts = verdicts if verdicts is not None else _verdicts_of(run)
     by_cell: dict[str, list[Record]] = {}
     for record in records:
-        by_cell.setdefault(record["cell"]["name"], []).append(record)
+        if record["outcome"] != "skipped":  # a repeat that was not launched after one that ran out of memory
+            by_cell.setdefault(record["cell"]["name"], []).append(record)
     missing = {name for name, verdict in verdicts.items() if verdict == "missing"} - set(by_cell)
     named = _names(cells)
     selected = _select([*by_cell, *sorted(missing)], named, run.path)
@@ -117,7 +118,7 @@ def accept(
         "session": check_name(records[0]["session"], "session"),
         "run": records[0]["run"],
         "suite": suite,
-        "accepted": (now or datetime.now(UTC)).isoformat(timespec="seconds"),
+        "accepted": (now or datetime.now(UTC)).isoformat(timespec="milliseconds"),
         "by": by or _who(),
         "reason": reason.strip(),
         **records[0]["code"],
