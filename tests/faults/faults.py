@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -111,13 +112,12 @@ def gradients_doubled() -> Iterator[None]:
 @contextmanager
 def replicas_not_reduced() -> Iterator[None]:
     """HSDP without its all-reduce between replicas."""
-    original = step.set_gradient_sync
+    original = parallelize.apply_fully_shard
 
-    def alone(model: Any, sync: bool) -> None:
-        original(model, sync)
-        model.set_requires_all_reduce(False)
+    def alone(model: Any, blocks: Any, mesh: Any, param_dtype: Any) -> None:
+        original(model, blocks, replace(mesh, fsdp_mesh=mesh.fsdp), param_dtype)
 
-    with patch.object(step, "set_gradient_sync", alone):
+    with patch.object(parallelize, "apply_fully_shard", alone):
         yield
 
 
@@ -304,8 +304,6 @@ def parameters_rounded_to_bf16() -> Iterator[None]:
     original = bundled.BundledEngine.build
 
     def low(self: Any, model: Any, training: Any, *args: Any) -> None:
-        from dataclasses import replace
-
         original(self, model, replace(training, precision="bf16"), *args)
 
     with patch.object(bundled.BundledEngine, "build", low):
