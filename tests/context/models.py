@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ndbench.measure.collectives import CollectiveRecorder, totals
 from ndbench.parallel import attention
 from ndbench.parallel.checkpointing import apply_checkpointing
 from ndbench.parallel.context import shard_sequence
@@ -95,6 +96,14 @@ def sharded_step(case: ModelCase) -> Step:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
     return _step(model, total)
+
+
+def messages(case: ModelCase) -> dict[str, int]:
+    """Messages of attention in forward, backward and recomputation of one step, by operation."""
+    with CollectiveRecorder({dist.group.WORLD.group_name: "cp"}) as recorder:
+        sharded_step(case)
+    counts = totals(recorder.table())
+    return {op: count for (op, _), (count, _) in counts.items() if op in ("send", "all_to_all")}
 
 
 def _model(case: ModelCase, implementation: str) -> Any:

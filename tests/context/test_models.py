@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.context.models import ModelCase, model_errors
+from tests.context.models import ModelCase, messages, model_errors
 from tests.parity.pool import pool
 
 TOLERANCE = 1e-5
 """Relative, in float32: loss, gradient norm, and ||actual - expected|| / ||expected|| of every parameter's gradient."""
+LAYERS = 2
 PACKED = ((11, 5, 48), (30, 34))
 MODELS = {
     "llama": ("llama", {}),
@@ -39,6 +40,23 @@ def test_a_step_equals_that_of_one_process(
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_recomputing_activations_changes_nothing(method: str, mode: str) -> None:
     assert _worst(ModelCase(method, documents=PACKED, checkpointing=mode), 4) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("method", "mode", "expected"),
+    [
+        ("ring", "none", {"send": LAYERS * (3 + 7)}),
+        ("ring", "full", {"send": LAYERS * (3 + 7 + 3)}),
+        ("ring", "selective", {"send": LAYERS * (3 + 7 + 3)}),
+        ("ulysses", "none", {"all_to_all": LAYERS * (2 + 2)}),
+        ("ulysses", "full", {"all_to_all": LAYERS * (2 + 2 + 2)}),
+        ("ulysses", "selective", {"all_to_all": LAYERS * (2 + 2)}),
+    ],
+)
+def test_recomputation_sends_the_forward_messages_again_unless_they_are_kept(
+    method: str, mode: str, expected: dict[str, int]
+) -> None:
+    assert pool(4).run(messages, ModelCase(method, checkpointing=mode)) == [expected] * 4
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
