@@ -138,10 +138,12 @@ def _flat_part(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def code_change(base: Record, head: Record) -> str | None:
-    """``commit abc → def`` when the code under test is known to differ (or is dirty), else null."""
+    """``commit abc → def`` when the code under test is known to differ, or may (uncommitted changes); else null."""
     before, after = base["code"], head["code"]
     if before == after and not after["dirty"]:
         return None
+    if before["commit"] == after["commit"]:
+        return f"uncommitted changes on {(after['commit'] or 'unknown')[:10]}"
     return f"commit {_commit(before)} → {_commit(after)}"
 
 

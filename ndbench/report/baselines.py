@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ndbench.report.facts import printable
+from ndbench.report.facts import age, printable
 from ndbench.results.baseline import Accepted
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def print_list(found: Sequence[Mapping[str, Any]], results_dir: str | Path, cons
         for session in entry["sessions"]:
             texts = (
                 session["session"],
-                _age(session["age_days"]),
+                age(session["age_days"]),
                 str(len(session["cells"])),
                 str(session["software"].get("torch", "")),
                 session["by"] or "",
@@ -67,10 +67,6 @@ def print_list(found: Sequence[Mapping[str, Any]], results_dir: str | Path, cons
             table.add_row(*(Text(printable(text)) for text in texts))
         console.print(table)
         console.print()
-
-
-def _age(days: float) -> str:
-    return f"{days * 24:.0f} h" if days < 2 else f"{days:.0f} d"
 
 
 def _marks(session: Mapping[str, Any]) -> str:
@@ -131,9 +127,12 @@ def _loss(metrics: Mapping[str, Sequence[float | None]]) -> str:
 def print_accepted(accepted: Accepted, console: Console) -> None:
     """What :func:`ndbench.results.baseline.accept` took, what it held back and why."""
     if accepted.cells:
-        _say(console, f"accepted {len(accepted.cells)} cells: {', '.join(accepted.cells)}", "green")
+        plural = "s" * (len(accepted.cells) != 1)
+        _say(console, f"accepted {len(accepted.cells)} cell{plural}: {', '.join(accepted.cells)}", "green")
     if accepted.already:
         _say(console, f"accepted before, unchanged: {', '.join(accepted.already)}")
+    if accepted.suspects:
+        _say(console, f"taken although not told apart from a regression: {', '.join(accepted.suspects)}", "yellow")
     if accepted.restarted:
         _say(console, f"new level, earlier sessions are no longer compared with: {', '.join(accepted.restarted)}")
     if accepted.retired:
@@ -145,5 +144,6 @@ def print_accepted(accepted: Accepted, console: Console) -> None:
 
 def print_pruned(removed: Sequence[str], folder: Path, console: Console) -> None:
     kept = len(list(folder.glob("*/session.json")))
-    what = f"removed {len(removed)} sessions: {', '.join(removed)}" if removed else "nothing to remove"
+    plural = "s" * (len(removed) != 1)
+    what = f"removed {len(removed)} session{plural}: {', '.join(removed)}" if removed else "nothing to remove"
     _say(console, f"{what}; {kept} stay in {folder}")

@@ -57,12 +57,13 @@ def baseline_line(comparison: Comparison) -> str:
     """What the run was compared with, and how old that is."""
     if comparison.baseline is None:
         return "baseline: off (gate.mode=off)" if comparison.mode == "off" else "baseline: none yet"
-    age = f", the newest {_age(comparison.newest_days)} old" if comparison.newest_days is not None else ""
+    age = f", the newest {age(comparison.newest_days)} old" if comparison.newest_days is not None else ""
     plural = "" if comparison.sessions == 1 else "s"
     return f"baseline: {comparison.baseline} ({comparison.sessions} session{plural}{age})"
 
 
-def _age(days: float) -> str:
+def age(days: float) -> str:
+    """``12 min``, ``30 h``, ``5 days``."""
     if days < 1 / 24:
         return f"{max(0, round(days * 1440))} min"
     return f"{days * 24:.0f} h" if days < 2 else f"{days:.0f} days"

@@ -48,6 +48,8 @@ class Accepted:
     retired: list[str] = field(default_factory=list)
     already: list[str] = field(default_factory=list)
     """Cells that an earlier call had accepted from the same run."""
+    suspects: list[str] = field(default_factory=list)
+    """Cells taken although the comparison could not tell them from a regression."""
 
     @property
     def exit_code(self) -> int:
@@ -135,6 +137,7 @@ def accept(
         restarted=head["restarted"],
         retired=sorted(retired),
         already=already,
+        suspects=[name for name in sorted(taken) if verdicts.get(name) == "inconclusive" and name not in already],
     )
 
 

@@ -41,7 +41,7 @@ def test_one_flipped_bit_is_caught_and_named_in_full_precision() -> None:
         ({"torch": "2.14.0"}, "torch 2.13.0 → 2.14.0"),
         ({"hardware": {"model": "Zen 5"}}, "model Zen 4 → Zen 5"),
         ({"commit": "b" * 40}, "commit aaaaaaaaaa → bbbbbbbbbb"),
-        ({"dirty": True}, "(dirty)"),
+        ({"dirty": True}, "uncommitted changes on aaaaaaaaaa"),
     ],
 )
 def test_another_machine_software_or_code_gets_the_tolerance_and_is_named(changed: dict[str, Any], said: str) -> None:

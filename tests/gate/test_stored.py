@@ -84,6 +84,12 @@ def test_an_artifact_with_a_stale_verdict_is_judged_against_the_baseline_of_toda
     assert list(done.refused) == ["fsdp8"]
 
 
+def test_a_suspect_is_accepted_and_said(tmp_path: Path) -> None:
+    accept_run(a_run(tmp_path, "r0"), "first", results_dir=tmp_path)
+    done = accept_run(a_run(tmp_path, "r1", 0.3), "second", results_dir=tmp_path)
+    assert (done.cells, done.suspects) == (["ddp8", "fsdp8"], ["fsdp8"])
+
+
 def test_two_runs_are_compared_by_name(tmp_path: Path) -> None:
     a_run(tmp_path, "a")
     a_run(tmp_path, "b", 0.3)

@@ -30,7 +30,7 @@ def test_accepting_says_what_was_taken_and_what_was_held_back_with_the_way_on(tm
     run = a_run(tmp_path, "r1")
     run.write_record(not_ok("failed", "ddp8", "it broke", run="r1"))
     text = said(baselines.print_accepted, accept(run, "first", results_dir=tmp_path))
-    assert "accepted 1 cells: fsdp8" in text
+    assert "accepted 1 cell: fsdp8" in text
     assert "not accepted: ddp8: 1 of 1 repeats failed: it broke" in text
     again = said(baselines.print_accepted, accept(run, "first", results_dir=tmp_path))
     assert "accepted before, unchanged: fsdp8" in again
@@ -50,7 +50,7 @@ def test_list_show_and_prune_print_who_when_and_why(tmp_path: Path) -> None:
     shown = said(baselines.print_session, show(read_baseline(folder), "r1"))
     for fact in ("session r1", "reason: reason 1", "torch 2.13.0", "20,480", "100.00 MiB", "4.4000"):
         assert fact in shown
-    assert "removed 1 sessions: r1; 3 stay" in said(baselines.print_pruned, prune(folder, 2), folder)
+    assert "removed 1 session: r1; 3 stay" in said(baselines.print_pruned, prune(folder, 2), folder)
     assert "nothing to remove; 3 stay" in said(baselines.print_pruned, prune(folder, 2), folder)
 
 
