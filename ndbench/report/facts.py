@@ -57,9 +57,9 @@ def baseline_line(comparison: Comparison) -> str:
     """What the run was compared with, and how old that is."""
     if comparison.baseline is None:
         return "baseline: off (gate.mode=off)" if comparison.mode == "off" else "baseline: none yet"
-    age = f", the newest {age(comparison.newest_days)} old" if comparison.newest_days is not None else ""
+    newest = f", the newest {age(comparison.newest_days)} old" if comparison.newest_days is not None else ""
     plural = "" if comparison.sessions == 1 else "s"
-    return f"baseline: {comparison.baseline} ({comparison.sessions} session{plural}{age})"
+    return f"baseline: {comparison.baseline} ({comparison.sessions} session{plural}{newest})"
 
 
 def age(days: float) -> str:
