@@ -122,7 +122,9 @@ def _regions(plan: TensorPlan, modules: dict[str, nn.Module], blocks: list[str],
             within = inner == parent or inner.startswith(f"{parent}.")
             if within and inner not in plan.styles and any(True for _ in module.named_parameters(recurse=False)):
                 kind = type(module).__name__
-                plan.refuse(inner, f"({kind}) has parameters but no plan beside the column-wise {_pattern(name)}")
+                plan.refuse(
+                    inner, f"({kind}) has parameters but no plan, beside column-wise ones of {_pattern(parent)}"
+                )
 
 
 def _residual_stream(plan: TensorPlan, modules: dict[str, nn.Module]) -> None:

@@ -60,7 +60,7 @@ def training(**changes: Any) -> TrainingConfig:
         "sequence_length": 32,
         "optimizer": "sgd",
         "weight_decay": 0.0,
-        "learning_rate": 0.05,
+        "learning_rate": 0.5,
         "max_grad_norm": 1.0,
     }
     return TrainingConfig(**(fields | changes))

@@ -7,6 +7,7 @@ global batch, the optimizer torch's own. Shared with the engine are only the sta
 from __future__ import annotations
 
 import functools
+import importlib
 import pickle
 from typing import Any
 
@@ -69,8 +70,9 @@ def _train(pickled: bytes) -> dict[str, Any]:
     for step in range(case.steps):
         data = batch(case, step, 0, 1)
         inputs = {} if data.document_ids is None else {"document_ids": data.document_ids}
-        out = model(input_ids=data.input_ids, position_ids=data.position_ids, use_cache=False, **inputs)
-        loss = F.cross_entropy(out.logits.flatten(0, 1), data.labels.flatten(), ignore_index=-100)
+        out = model(input_ids=data.input_ids, position_ids=data.position_ids, **inputs)
+        logits = out if isinstance(out, torch.Tensor) else out.logits
+        loss = F.cross_entropy(logits.flatten(0, 1), data.labels.flatten(), ignore_index=-100)
         loss.backward()
         grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         norm = torch.stack([g.double().norm() for g in grads.values()]).norm()
@@ -90,9 +92,14 @@ def _train(pickled: bytes) -> dict[str, Any]:
 
 
 def build(case: Case) -> nn.Module:
-    """transformers' own model, with the starting weights of the engine."""
-    AttentionInterface.register(NAME, attention)
-    model: nn.Module = AutoModelForCausalLM.from_config(transformers_config(case.model), attn_implementation=NAME)
+    """transformers' own model (or the user's), with the starting weights of the engine."""
+    model: nn.Module
+    if case.model.target is not None:
+        module, _, name = case.model.target.rpartition(".")
+        model = getattr(importlib.import_module(module), name)(**case.model.kwargs)
+    else:
+        AttentionInterface.register(NAME, attention)
+        model = AutoModelForCausalLM.from_config(transformers_config(case.model), attn_implementation=NAME)
     constants = build_model(case.model).constants
     fill(model, Weights(case.training.seed, case.model.initializer_range, case.weight_jitter, constants))
     return model.float()

@@ -1,0 +1,60 @@
+"""Starting weights are a pure function of seed and name, whatever part of them a rank asks for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ndbench.parallel import initialize
+from ndbench.parallel.initialize import Weights
+from ndbench.training.models import build_model
+from tests.parity.cases import llama
+
+SHAPE = torch.Size([37, 5])
+
+
+def rows(weights: Weights, name: str, start: int, stop: int, shape: torch.Size = SHAPE) -> torch.Tensor:
+    return torch.cat([values for _, values in weights.rows(name, shape, start, stop)])
+
+
+def test_a_slice_is_a_slice_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initialize, "ELEMENTS_A_DRAW", 40)
+    weights = Weights(seed=0, std=1.0)
+    whole = rows(weights, "a.weight", 0, 37)
+    for start, stop in ((0, 1), (3, 30), (8, 16), (36, 37), (20, 20)):
+        part = [values for _, values in weights.rows("a.weight", SHAPE, start, stop)]
+        assert torch.equal(torch.cat(part) if part else whole[:0], whole[start:stop])
+
+
+def test_names_and_seeds_give_other_numbers() -> None:
+    first = rows(Weights(0, 1.0), "a.weight", 0, 37)
+    assert not torch.equal(first, rows(Weights(0, 1.0), "b.weight", 0, 37))
+    assert not torch.equal(first, rows(Weights(1, 1.0), "a.weight", 0, 37))
+    assert torch.equal(first, rows(Weights(0, 1.0), "a.weight", 0, 37))
+
+
+def test_matrices_have_the_standard_deviation_asked_for() -> None:
+    drawn = rows(Weights(0, 0.02), "a.weight", 0, 1000, torch.Size([1000, 100]))
+    assert drawn.std().item() == pytest.approx(0.02, rel=0.02)
+    assert abs(drawn.mean().item()) < 3e-4
+
+
+def test_norms_are_ones_and_biases_zero_unless_jittered() -> None:
+    vector = torch.Size([8])
+    assert rows(Weights(0, 0.02), "norm.weight", 0, 8, vector).tolist() == [1.0] * 8
+    assert rows(Weights(0, 0.02), "a.bias", 0, 8, vector).tolist() == [0.0] * 8
+    assert rows(Weights(0, 0.02, jitter=0.2), "norm.weight", 0, 8, vector).std() > 0.05
+
+
+def test_a_model_is_built_without_memory_for_its_weights() -> None:
+    built = build_model(llama(hidden_size=8192, intermediate_size=32768, num_hidden_layers=40, head_dim=1024))
+    assert all(parameter.is_meta for parameter in built.model.parameters())
+    assert not any(buffer.is_meta for buffer in built.model.buffers())
+    assert len(built.blocks) == 40
+
+
+def test_norm_weights_start_where_the_model_has_them() -> None:
+    """Gemma's norms multiply by one plus their weight, so it starts at zero."""
+    gemma = build_model(llama(model_type="gemma", head_dim=8)).constants
+    assert gemma["model.norm.weight"] == 0.0
+    assert build_model(llama()).constants["model.norm.weight"] == 1.0
