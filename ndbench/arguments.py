@@ -188,7 +188,8 @@ def split_verb(argv: Sequence[str]) -> tuple[str | None, list[str]]:
         elif is_override(word):
             return None, list(argv)
         else:
-            raise UsageError(f"there is no verb '{word}'{_close(word, VERBS)}; verbs: {', '.join(VERBS)}")
+            told = f"there is no verb '{word}'{_close(word, VERBS)}; verbs: {', '.join(VERBS)}"
+            raise UsageError(f"{told}; everything else is KEY=VALUE (suite={word}, say)")
     return None, list(argv)
 
 
@@ -200,8 +201,9 @@ def parse(verb: str, arguments: Sequence[str]) -> argparse.Namespace:
     words, known = parsed.words, VERBS[verb]
     least, most = known.words
     if known.choices and (not words or words[0] not in known.choices):
-        given = f"'{words[0]}' is not one of{_close(words[0], known.choices)}" if words else "one is needed of"
-        raise UsageError(f"{verb}: {given}: {', '.join(known.choices)}")
+        given = f"'{words[0]}' is not one of" if words else "one is needed of"
+        close = _close(words[0], known.choices) if words else ""
+        raise UsageError(f"{verb}: {given} {', '.join(known.choices)}{close}")
     if len(words) < least or (most is not None and len(words) > most):
         raise UsageError(f"{verb}: {_words(len(words))} given; usage: {known.usage}")
     if verb in ("run", "show"):

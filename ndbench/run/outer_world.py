@@ -22,7 +22,8 @@ def refuse_outer_world(environ: Mapping[str, str], argv: Sequence[str]) -> None:
     for launcher, rank, world, prefix in _LAUNCHERS:
         size = environ.get(world, "")
         if rank in environ and size.isdigit() and int(size) > 1:
-            sized = any(word.startswith("world_size=") for word in argv)
+            # a suite has layouts of its own for what the machine shows
+            sized = any(word.startswith(("world_size=", "suite=")) for word in argv) or "--resume" in argv
             command = shlex.join(["ndbench", *argv, *([] if sized else [f"world_size={size}"])])
             raise ValueError(
                 f"started by {launcher} as rank {environ[rank]} of {size} ({rank}, {world}): ndbench starts its own "

@@ -6,12 +6,15 @@ A record is written as soon as its repeat has ended, so whatever ends the run lo
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fnmatch
 import os
+import shlex
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +110,7 @@ def _execute(
     began, failures = time.monotonic(), 0
     stopped: str | None = None
     broken = {name: record for (name, _), record in done.items() if _hopeless(record)}
-    with Progress(console, total=len(plan.order), done=len(done)) as progress:
+    with Progress(console, total=len(plan.order), done=len(done)) as progress, _resumable(plan, folder, progress):
         for name, repeat in plan.order:
             if (name, repeat) in done:
                 continue
@@ -131,6 +134,19 @@ def _execute(
         if stopped is not None:
             progress.note(stopped)
     return finish(plan, folder, baseline, console, stopped=stopped)
+
+
+@contextlib.contextmanager
+def _resumable(plan: Plan, folder: RunFolder, progress: Progress) -> Iterator[None]:
+    """Whatever ends the run in the middle, say how to go on with it."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, BrokenPipeError):  # nobody is there to read it
+            results_dir = str(folder.path.parent.parent)
+            elsewhere = "" if results_dir == "results" else f" {shlex.quote(f'results.dir={results_dir}')}"
+            progress.note(f"stopped in the middle; go on with: ndbench --resume {plan.run}{elsewhere}")
+        raise
 
 
 def _hopeless(record: Record) -> bool:
