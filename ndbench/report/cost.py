@@ -78,9 +78,10 @@ def _by_flops(cell: Cell) -> tuple[float | None, str]:
 
 def _stored_seconds(cells: list[Cell], results_dir: Path) -> dict[str, float]:
     """Mean seconds of one repeat, by name, of the cells that were measured before."""
-    wanted = {cell.name: (cell.cell_id, cell.config.hardware.name) for cell in cells}
+    wanted: dict[str, tuple[str, str]] = {}
     found: dict[str, float] = {}
     for files in _places(results_dir, cells[0].suite if cells else ""):
+        wanted = wanted or {cell.name: (cell.cell_id, cell.config.hardware.name) for cell in cells}
         for name in wanted.keys() - found.keys() & files.keys():
             seconds = [
                 _seconds(record)

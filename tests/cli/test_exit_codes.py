@@ -1,0 +1,282 @@
+"""Whatever a user gets wrong is one readable line and exit 2 before any process starts; a fault of ours is 70."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+from tests.records import repeats
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["run", "training.stepz=3"], "there is no key 'training.stepz' (did you mean training.steps"),
+        (["modle=llama_tiny"], "there is no key 'modle' (did you mean model"),
+        (["model=lama_tiny"], "model=lama_tiny is not known (did you mean llama_tiny"),
+        (["suite=hsdp_pt"], "suite=hsdp_pt is not known (did you mean hsdp_tp?)"),
+        (
+            ["parallelism.tp_size=3", "model.num_attention_heads=4", "parallelism.dp_shard_size=1", "world_size=3"],
+            "4 attention heads do not divide by tp 3",
+        ),
+        (["parallelism.dp_shard_size=3", "world_size=8"], "dp_shard 3 x cp 1 x tp 1 = 3 ranks, but world_size is 8"),
+        (["suite=smoke", "cells=zz*"], "cells=zz* selects no cell of suite smoke; its cells: ddp2, fsdp2"),
+        (["suite=smoke", "cells=,"], "it selects no cell of suite smoke"),
+        (["shw", "suite=smoke"], "there is no verb 'shw' (did you mean show?)"),
+        (["smoke"], "suite=smoke"),
+        (["suite=smoke", "show"], "the verb comes first: ndbench show"),
+        (["show", "smoke"], "'smoke' is not KEY=VALUE (suite=smoke, perhaps?)"),
+        (["run", "--max-failure", "3"], "there is no flag --max-failure (did you mean --max-failures?)"),
+        (["run", "--max-failures", "0", "suite=smoke"], "at least 1 is expected, not '0'"),
+        (["run", "--max-failures"], "--max-failures: expected one argument"),
+        (["show", "--reason", "x"], "there is no flag --reason"),
+        (["compare", "a", "b", "c"], "compare: 3 words given"),
+        (["compare", "a"], "no run 'a'"),
+        (["baseline"], "one is needed of accept, list, show, prune"),
+        (["baseline", "acept", "latest"], "did you mean accept?"),
+        (["baseline", "accept"], "RUN is needed"),
+        (["baseline", "accept", "latest", "--reason", "x"], "no run 'latest'"),
+        (["baseline", "prune", "cpu_x8/smoke"], "--keep N is needed"),
+        (["baseline", "show", "cpu_x8/smoke"], "cpu_x8/smoke"),
+        (["list", "model"], "did you mean models?"),
+        (["report", "latest"], "no run 'latest'"),
+        (["--resume", "20261130-000000-abcdef"], "no run '20261130-000000-abcdef'"),
+        (["--resume", "latest", "suite=smoke"], "'suite=smoke' cannot change it"),
+        (["--resume", "latest", "-m"], "--multirun cannot change it"),
+        (["show", "--config-dir", "nowhere"], "--config-dir nowhere is not a folder"),
+        (["suite=smoke", "measure.budget=soon"], "measure.budget=soon is not a duration"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(ndbench: Command, no_process: None, argv: list[str], said: str) -> None:
+    result = ndbench(*argv)
+    assert result.code == 2, result.err
+    assert said in result.err
+    assert result.err.startswith("ndbench: ")
+    assert result.err.count("\n") == 1, result.err
+    assert result.out == ""
+    assert not Path("results").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "argv", "command"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "8"}, ["suite=hsdp_tp"], "ndbench suite=hsdp_tp"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, ["run", "model=llama_tiny"], "ndbench run model=llama_tiny world_size=4"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "8"}, ["suite=smoke"], "srun --ntasks=1 ndbench suite=smoke"),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, ["--resume", "latest"], "ndbench --resume latest"),
+    ],
+)
+def test_one_rank_of_a_world_refuses_to_measure_and_says_the_command(
+    ndbench: Command,
+    no_process: None,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    argv: list[str],
+    command: str,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = ndbench(*argv)
+    assert result.code == 2
+    assert result.err.rstrip().endswith(command)
+    assert all(name in result.err for name in environment)
+    assert "rank" in result.err
+
+
+def test_a_world_of_one_and_reading_verbs_are_not_refused(ndbench: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert ndbench("show", "suite=smoke").code == 0
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "started by" not in ndbench("run", "modle=x").err
+
+
+def test_no_command_at_all_is_not_a_success(ndbench: Command) -> None:
+    result = ndbench()
+    assert result.code == 2
+    assert "usage: ndbench" in result.err
+
+
+def test_no_runnable_cell_is_exit_3_with_the_line_that_would_run(ndbench: Command, no_process: None) -> None:
+    result = ndbench("suite=hsdp_tp", "hardware=h100")
+    assert result.code == 3
+    assert "ndbench suite=hsdp_tp hardware=cpu" in result.out
+
+
+def test_an_unwritable_results_folder_is_exit_2_and_named(ndbench: Command, no_process: None) -> None:
+    Path("taken").write_text("a file, not a folder")
+    result = ndbench("suite=smoke", "results.dir=taken/results")
+    assert result.code == 2
+    assert f"results folder {Path('taken/results').absolute()} cannot be written" in result.err
+    assert result.err.count("\n") == 1
+
+
+def _baseline_cut_in_half() -> Path:
+    folder = Path("results/baselines/cpu_x8/smoke/20261130-061500-ab12cd")
+    folder.mkdir(parents=True)
+    head = {"schema_version": 1, "session": folder.name, "accepted": "2026-11-30T06:15:00+00:00", "reason": "first"}
+    whole = json.dumps(head | {"cells": ["ddp2"]})
+    (folder / "session.json").write_text(whole[: len(whole) // 2])
+    return folder / "session.json"
+
+
+def test_a_truncated_baseline_is_an_error_and_never_no_baseline(ndbench: Command, no_process: None) -> None:
+    path = _baseline_cut_in_half()
+    result = ndbench("suite=smoke")
+    assert result.code == 2
+    assert f"cannot read {path}" in result.err
+    assert not Path("results/runs").exists() or not any(Path("results/runs").iterdir())
+    assert ndbench("baseline", "list").code == 2
+
+
+def test_a_truncated_record_is_an_error_that_names_the_file(ndbench: Command) -> None:
+    from ndbench.results.store import RunFolder
+
+    folder = RunFolder.create("results", "20261130-061500-ab12cd")
+    for record in repeats():
+        path = folder.write_record(record)
+    path.write_text(path.read_text()[:100])
+    for argv in (["compare", "latest"], ["report", "latest"], ["baseline", "accept", "latest", "--reason", "x"]):
+        result = ndbench(*argv)
+        assert result.code == 2, result
+        assert path.name in result.err
+
+
+def test_a_fault_of_ours_is_70_with_the_traceback_in_a_file(ndbench: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("gone")
+
+    monkeypatch.setattr("ndbench.matrix.expand.expand", broken)
+    result = ndbench("show", "suite=smoke")
+    assert result.code == 70
+    assert result.err.startswith("ndbench: internal error: KeyError: 'gone' (traceback in ")
+    saved = Path(result.err.rstrip().removesuffix(")").rpartition(" ")[2])
+    assert "KeyError: 'gone'" in saved.read_text()
+    assert "show suite=smoke" in saved.read_text()
+    saved.unlink()
+
+
+def test_debug_shows_the_traceback_instead(ndbench: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        json.loads("{")  # a ValueError, but not one that we raised
+
+    monkeypatch.setattr("ndbench.matrix.expand.expand", broken)
+    result = ndbench("show", "suite=smoke", "--debug")
+    assert result.code == 70
+    assert "Traceback" in result.err
+    assert "traceback in" not in result.err
+    monkeypatch.undo()
+    usage = ndbench("show", "modle=x", "--debug")
+    assert usage.code == 2
+    assert "Traceback" in usage.err
+
+
+SLEEPER = """
+import sys, time
+import ndbench.matrix.expand
+def expand(*_, **__):
+    try:
+        print("started", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaned up", flush=True)
+ndbench.matrix.expand.expand = expand
+from ndbench.cli import main
+sys.exit(main(["show", "suite=smoke"]))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_unwinds_the_stack_and_is_told_by_the_exit_code(number: int, code: int, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEPER],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert out == "cleaned up\n"
+    assert err in ("ndbench: interrupted\n", "ndbench: terminated\n")
+
+
+def test_a_reader_that_has_gone_is_no_error_to_report(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ndbench", "show", "suite=layouts", "--json"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=60) == 141
+    assert err == b""
+
+
+def test_the_table_too_is_quiet_when_its_reader_has_gone(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "ndbench", "list", "models"],
+        cwd=tmp_path,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_verbs_that_measure_nothing_load_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    checked = (
+        "import sys; from ndbench.cli import main; code = main(sys.argv[1:]);"
+        "loaded = {'torch', 'transformers'} & set(sys.modules); print(loaded, file=sys.stderr); sys.exit(bool(loaded))"
+    )
+    for argv in (
+        ["--version"],
+        ["-h"],
+        ["list", "models"],
+        ["list", "engines"],
+        ["show", "suite=hsdp_tp"],
+        ["show", "suite=hsdp_tp", "hardware=h100_x8"],
+        ["baseline", "list"],
+        ["completion", "bash"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", checked, *argv],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert done.returncode == 0, (argv, done.stderr)
+
+
+def test_version_is_fast(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ndbench", "--version"]
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=30)
+        seconds.append(time.perf_counter() - began)
+    assert done.stdout.startswith("ndbench ")
+    assert min(seconds) < 1.0
