@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ndbench.config import Cell
 from ndbench.engines.protocol import Batch, Engine, StepResult, load_engine
+from ndbench.measure.attention_flops import attention_formulas
 from ndbench.measure.collectives import CollectiveRecorder
 from ndbench.measure.memory import MemoryMeter, TrackedMemory
 from ndbench.measure.timing import Handicap, StepClock
@@ -169,7 +170,7 @@ def _structure_step(task: Task, engine: Engine, dataset: Dataset, mesh: Mesh, de
     (batch,) = _batches(dataset, mesh, device, task.cell.config.training.steps, 1)
     model = getattr(engine, "model", None)
     collectives = CollectiveRecorder(mesh.axis_of_group, model)
-    flops = FlopCounterMode(display=False)
+    flops = FlopCounterMode(display=False, custom_mapping=attention_formulas())
     tracked = TrackedMemory([engine, batch]) if device.type == "cpu" else None
     with contextlib.ExitStack() as stack:
         stack.enter_context(compiling.eager_step())

@@ -52,8 +52,8 @@ class SmallEngine:
         totals = torch.tensor([float(loss.detach()), float((batch.labels != -100).sum())], dtype=torch.float64)
         dist.all_reduce(totals)
         mean = totals[0] / totals[1]
-        if self.fault == "nan" and self.steps > self.at_step:
-            mean = mean * float("nan")
+        if self.fault == "nonfinite" and self.steps > self.at_step:
+            mean = mean * float("nonfinite")
         if now and self.fault == "disagree":
             mean = mean + 1e-6
         tokens = totals[1] + (7 if self.fault == "tokens" and self.steps > self.at_step else 0)

@@ -87,7 +87,7 @@ def test_a_good_repeat_is_ok_and_whole(tmp_path: Path) -> None:
         ("oom", "oom", "rank 1: Tried to allocate 3.00 GiB"),
         ("killed", "failed", "rank 1 was killed by SIGKILL"),
         ("exit", "failed", "rank 1 ended with exit code 7"),
-        ("nan", "invalid", "loss is not finite at step 2"),
+        ("nonfinite", "invalid", "loss is not finite at step 2"),
         ("disagree", "invalid", "ranks 0 and 1 disagree about loss at step 2"),
         ("tokens", "invalid", "the engine counted 71 tokens at step 2, the data has 64"),
     ],
