@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-TRIED_TORCH = ("2.11", "2.12", "2.13")
+TRIED_TORCH = ("2.11.0", "2.13.0")
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
