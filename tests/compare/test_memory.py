@@ -28,6 +28,13 @@ def test_the_tolerance_is_one_mebibyte_or_a_thousandth() -> None:
     assert verdict_of(10 * GIB + 11 * MIB, 10 * GIB) == "regressed"
 
 
+def test_the_worst_repeat_of_the_head_counts() -> None:
+    head = [*repeats(count=2, peak=100 * MIB, device="cuda"), a_record(repeat=2, peak=150 * MIB, device="cuda")]
+    verdict = judge(head, [repeats(peak=100 * MIB, device="cuda")])
+    assert verdict is not None
+    assert verdict.verdict == "regressed"
+
+
 def test_less_memory_is_improved() -> None:
     assert verdict_of(90 * MIB, 100 * MIB) == "improved"
     assert verdict_of(99 * MIB, 100 * MIB) == "pass"

@@ -219,11 +219,13 @@ def test_a_baseline_run_that_failed_is_said_not_compared() -> None:
 def test_an_empty_result_is_never_0(mode: str, stored: bool) -> None:
     comparison = decide([], three() if stored else None, plan=[], gate=GateConfig(mode=mode))
     assert comparison.exit_code == 3
+    assert stored or comparison.exit_reason == "no cell was measured: an empty result is not a green one"
 
 
 def test_a_planned_cell_without_a_record_is_invalid() -> None:
     comparison = decide(repeats("fsdp8"), None, plan=plan_of([a_record("fsdp8"), a_record("ddp8")]))
     assert comparison.cell("ddp8").verdict == "invalid"
+    assert "no repeat was finished" in comparison.cell("ddp8").reasons[0]
     assert comparison.exit_code == 3
 
 

@@ -97,6 +97,11 @@ def test_every_report_has_the_headline_the_figures_the_reasons_and_the_commands(
         assert fact in text or fact.replace(">", "&gt;") in text, fact
 
 
+def test_a_layout_that_another_beats_in_speed_and_memory_is_not_on_the_pareto_front() -> None:
+    front = facts.layouts(the_comparison(), the_plan(the_head()))[1]
+    assert front.endswith("memory: ddp8 (40,960 tokens/s, 300.00 MiB), fsdp8 (20,480 tokens/s, 100.00 MiB)")
+
+
 def test_the_table_stays_within_its_columns() -> None:
     for width in (80, 100, 140):
         lines = printed(the_comparison(), width).splitlines()

@@ -25,6 +25,7 @@ def test_a_record_survives_the_disk_to_the_bit(tmp_path: Path) -> None:
     random.seed(0)
     loss = [random.uniform(0, 11) * 10.0 ** random.randint(-300, 300) for _ in range(12)]
     record = a_record(loss=list(loss))
+    record["metrics"]["loss_last"]["value"] = 0.1 + 0.2
     write_json(tmp_path / "r.json", record)
     assert read_record(tmp_path / "r.json") == record
 
@@ -60,6 +61,12 @@ def test_a_truncated_record_is_an_error_naming_the_file(tmp_path: Path, keep: in
             read()
     with pytest.warns(UserWarning, match=r"left out: .*fsdp8\.r1\.json"):
         assert len(ndbench.results.load(run.path, strict=False)) == 5
+
+
+def test_an_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text("\n")
+    with pytest.raises(UnreadableFile, match=r"r\.json: the file is empty"):
+        read_json(tmp_path / "r.json")
 
 
 def test_a_bare_nan_in_a_file_is_not_json(tmp_path: Path) -> None:
