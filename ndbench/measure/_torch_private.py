@@ -59,6 +59,36 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def references(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many hold the tensor and its storage, in C++ and Python together."""
+    users = int(tensor._use_count())  # type: ignore[attr-defined]
+    return users, int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+FRESH = (1, 2)
+"""References of a tensor that only its maker holds, and of its storage: the tensor, and Python's view of it."""
+
+
+def completed(result: Any) -> Any:
+    """Wait for the work that a ``c10d`` operator returned, and put work that is done in its place.
+
+    The real work's references to tensors are dropped with it.
+    """
+    from torch._C._distributed_c10d import FakeWork, Work
+
+    if isinstance(result, tuple):
+        return tuple(completed(item) for item in result)
+    if not isinstance(result, torch.ScriptObject):
+        return result
+    Work.unbox(result).wait()
+    return FakeWork().boxed()
+
+
+def wait_for_functional(tensor: torch.Tensor) -> None:
+    """Wait for the functional collective that makes ``tensor``; waiting again later does nothing."""
+    torch.ops._c10d_functional.wait_tensor(tensor)
+
+
 def patch_storage_resize(after: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
     """Call ``after(storage)`` whenever a storage is resized in Python, which no dispatch mode sees.
 

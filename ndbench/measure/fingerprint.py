@@ -135,7 +135,7 @@ def software() -> dict[str, str | None]:
     return {
         "ndbench": _package("ndbench"),
         "python": platform.python_version(),
-        "torch": _package("torch") or torch_facts.get("__version__"),
+        "torch": torch_facts.get("__version__") or _package("torch"),
         "torch_commit": torch_facts.get("git_version"),
         "transformers": _package("transformers"),
         "driver": drivers[0]["driver_version"] if drivers else None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -18,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ndbench.measure._torch_private import is_dtensor, patch_storage_resize
+from ndbench.measure import _torch_private as private
 
 
 class MemoryMeter:
@@ -61,7 +62,8 @@ class TrackedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     them. Storages that Python resizes (FSDP2 frees and refills its gathered parameters so) are followed. Memory
     inside an operator's kernel is not seen.
 
-    Python's cyclic garbage collector is off inside, so that the same step gives the same bytes.
+    Python's cyclic garbage collector is off inside, and collectives over gloo are waited for, so that the same step
+    gives the same bytes.
     """
 
     def __init__(self, roots: Iterable[Any] = ()) -> None:
@@ -90,7 +92,7 @@ class TrackedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._see(tensor)
         self._roots = []
         self._peak = self._current
-        self._undo_patch = patch_storage_resize(self._resized)
+        self._undo_patch = private.patch_storage_resize(self._resized)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -101,9 +103,10 @@ class TrackedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             gc.enable()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(is_dtensor(kind) for kind in types):
+        if any(private.is_dtensor(kind) for kind in types):
             return NotImplemented  # DTensor then runs on its local tensors, which come here one by one
-        result = func(*args, **(kwargs or {}))
+        run = _run_to_the_end if _is_collective(func) else _run
+        result = run(func, args, kwargs or {})
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf)
@@ -149,6 +152,41 @@ class TrackedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add(self, size: int) -> None:
         self._current += size
         self._peak = max(self._peak, self._current)
+
+
+COMMUNICATION = ("c10d", "_c10d_functional")
+MESSAGES = ("send", "recv", "p2p", "wait")
+"""Point-to-point operators (which may wait for each other) hold their tensors in the caller's hands anyway."""
+LET_GO_SECONDS = 1.0
+
+
+def _is_collective(func: Any) -> bool:
+    return func.namespace in COMMUNICATION and not any(word in func._schema.name for word in MESSAGES)
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def _run_to_the_end(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a collective until gloo's threads hold its tensors no more.
+
+    They let go some time after the work is done, so that a buffer would count as live or not by chance.
+    """
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if any(tensor.device.type != "cpu" for tensor in given):
+        return func(*args, **kwargs)
+    wanted = [(tensor, private.references(tensor)) for tensor in given]
+    result = private.completed(func(*args, **kwargs))
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, torch.Tensor) and not any(leaf is tensor for tensor in given):
+            wanted.append((leaf, private.FRESH))
+            if func.namespace == "_c10d_functional":
+                private.wait_for_functional(leaf)
+    deadline = time.monotonic() + LET_GO_SECONDS
+    while any(private.references(tensor) > before for tensor, before in wanted) and time.monotonic() < deadline:
+        time.sleep(1e-4)
+    return result
 
 
 def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -75,6 +75,7 @@ def _rank(device_type: str, rank: int, ranks: int, folder: str, results: Any) ->
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=60),
+        device_id=None if device_type == "cpu" else device,
     )
     rounds = [run_yardstick(device) for _ in range(ROUNDS)]
     results.put((rank, {part: median(values) for part in PARTS if (values := _known(rounds, part))}))

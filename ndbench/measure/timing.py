@@ -201,7 +201,8 @@ class Handicap:
     """Planted slowdown: after each step burn ``factor`` times the step's own time again.
 
     Create it at a step boundary and call ``after_step()`` before the clock's tick. On CUDA a step's own time is only
-    known once it has run, so the burn follows the *previous* step's events (the first step waits for its own).
+    known once it has run, so the burn follows the *previous* step's events (the first step waits for its own). On a GPU
+    at its power limit the burn draws little power, so that the step beside it runs faster than it would alone.
 
     ``fence`` is called after each burn and must make the ranks wait for each other (a small all-reduce). Without it a
     rank's own time holds the wait for another rank's longer burn, is burnt again, and the slowdown grows step by step.

@@ -78,7 +78,11 @@ def structure(stray: str | None = None) -> dict[str, Any]:
             step()
         return recorder.table(), memory.peak
 
+    def hooks() -> int:
+        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
     step()
+    before = hooks()
     (first, first_peak), (second, second_peak) = recorded(), recorded()
     found = {"first": first, "second": second, "peaks": [first_peak, second_peak]}
     if stray is not None:
@@ -88,9 +92,19 @@ def structure(stray: str | None = None) -> dict[str, Any]:
         )
         found["stray"], _ = recorded()
         planted.remove()
-        after, _ = recorded()
-        assert after == first, "hooks stayed behind"
+    found["hooks_left"] = hooks() - before
     return found
+
+
+def inside_an_operator() -> list[dict[str, Any]]:
+    """An operator of DTensor that must first reduce its operand: the collective is issued inside its own dispatch."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    partial = DTensor.from_local(torch.ones(8, 8), mesh()["tp"], [Partial()])
+    recorder = CollectiveRecorder(axes())
+    with recorder:
+        partial.relu()
+    return recorder.table()
 
 
 def block_bytes() -> int:
@@ -147,3 +161,17 @@ def yardstick(rounds: int) -> list[tuple[float, dict[str, float | None]]]:
         result = run_yardstick("cpu")
         found.append((time.perf_counter() - began, result))
     return found
+
+
+def late_release(rounds: int) -> list[int]:
+    """Tracked peak of an asynchronous all-reduce whose buffer is dropped at once, before the next one is allocated."""
+    peaks = []
+    for _ in range(rounds):
+        with TrackedMemory() as memory:
+            for _ in range(4):
+                work = dist.all_reduce(torch.ones(2**18), async_op=True)
+                assert work is not None
+                work.wait()
+                del work
+        peaks.append(memory.peak)
+    return peaks

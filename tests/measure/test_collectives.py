@@ -93,5 +93,18 @@ def test_the_tracked_peak_under_fsdp_and_tp_is_the_same_twice(fsdp_tp: list[dict
         assert rank["peaks"][0] == fsdp_tp[0]["peaks"][0]
 
 
+def test_a_collective_inside_an_operator_of_dtensor_is_seen() -> None:
+    assert totals(pool(4).run(steps.inside_an_operator)[0]) == {("all_reduce", "tp"): (1, 8 * 8 * 4)}
+
+
+def test_no_hook_stays_behind(fsdp_tp: list[dict[str, Any]]) -> None:
+    assert {rank["hooks_left"] for rank in fsdp_tp} == {0}
+
+
 def test_an_unknown_operation_has_no_bytes_rather_than_wrong_ones() -> None:
     assert wire_bytes("fused_all_gather_matmul", {"A": None}, 4, 0) == 0
+
+
+def test_a_buffer_that_a_communication_thread_still_holds_does_not_count_by_chance() -> None:
+    for peaks in pool(4).run(steps.late_release, 30):
+        assert set(peaks) == {2**18 * 4}

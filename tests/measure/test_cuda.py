@@ -77,12 +77,17 @@ def test_a_burn_takes_the_time_it_was_given(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("factor", [0.02, 0.5, 2.0])
-def test_a_handicap_lengthens_the_step_by_its_factor(work: torch.Tensor, factor: float) -> None:
+def test_a_handicap_lengthens_the_step_by_its_factor(factor: float) -> None:
+    """The step is a copy: a matmul at the power limit runs faster while the device also rests."""
+    source = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+
     def run(handicap: Handicap | None) -> float:
         clock = StepClock("cuda")
         clock.start()
         for _ in range(24):
-            step(work)
+            for _ in range(100):
+                target.copy_(source)
             if handicap is not None:
                 handicap.after_step()
             clock.tick()
@@ -91,7 +96,7 @@ def test_a_handicap_lengthens_the_step_by_its_factor(work: torch.Tensor, factor:
     run(None)
     bare = [run(None) for _ in range(3)]
     handicapped = [run(Handicap(factor, "cuda")) for _ in range(3)]
-    assert median(handicapped) / median(bare) - 1 == pytest.approx(factor, rel=0.25, abs=0.01)
+    assert median(handicapped) / median(bare) - 1 == pytest.approx(factor, rel=0.1, abs=0.005)
 
 
 def test_the_allocators_peak_is_that_of_the_step_after_a_reset() -> None:
