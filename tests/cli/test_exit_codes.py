@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -179,6 +180,32 @@ def test_debug_shows_the_traceback_instead(ndbench: Command, monkeypatch: pytest
     assert "Traceback" in usage.err
 
 
+def test_only_what_was_raised_for_the_user_is_a_usage_error(
+    ndbench: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "room.py").write_text(
+        "def refuse(*_, **__):\n    raise ValueError('tp 3 is too much')\n\n\ndef slip(*_, **__):\n    int('x')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "package")
+    monkeypatch.setattr("ndbench.cli.__file__", str(tmp_path / "package" / "cli.py"))
+    room = importlib.import_module("room")
+    for function, code in ((room.refuse, 2), (room.slip, 70)):
+        monkeypatch.setattr("ndbench.matrix.expand.expand", function)
+        assert ndbench("show", "--debug").code == code
+
+
+def test_a_file_that_the_system_refuses_is_a_usage_error(ndbench: Command) -> None:
+    from ndbench.results.store import RunFolder
+
+    folder = RunFolder.create("results", "20261130-061500-ab12cd")
+    for record in repeats():
+        folder.write_record(record)
+    result = ndbench("report", "latest", "--markdown", "nowhere/report.md")
+    assert result.code == 2
+    assert "cannot write nowhere/report.md: No such file or directory" in result.err
+
+
 SLEEPER = """
 import sys, time
 import ndbench.matrix.expand
@@ -229,17 +256,18 @@ def test_a_reader_that_has_gone_is_no_error_to_report(tmp_path: Path) -> None:
     assert err == b""
 
 
-def test_the_table_too_is_quiet_when_its_reader_has_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("argv", [["list", "models"], ["--version"]])
+def test_a_table_and_a_line_too_are_quiet_when_their_reader_has_gone(tmp_path: Path, argv: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "ndbench", "list", "models"],
+        [sys.executable, "-m", "ndbench", *argv],
         cwd=tmp_path,
         stdout=write,
         stderr=subprocess.PIPE,
         check=False,
         timeout=60,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONUNBUFFERED": ""},
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
