@@ -123,7 +123,7 @@ _NO = object()
 
 def _convert(kind: Any, value: Any) -> Any:
     if kind is Any:
-        return value
+        return value if _finite(value) else _NO
     if kind is type(None):
         return None if value is None else _NO
     if kind is bool:
@@ -146,8 +146,22 @@ def _convert(kind: Any, value: Any) -> Any:
     return _NO if any(item is _NO for item in pairs.values()) else pairs
 
 
+def _finite(value: Any) -> bool:
+    """Whether JSON can hold it: no NaN or infinity anywhere inside."""
+    if isinstance(value, list | dict):
+        return all(_finite(item) for item in (value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
 def _said(kind: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+        Any: "a finite number, text, list or mapping",
+    }
     fallback = "a list" if typing.get_origin(kind) is list else "a mapping"
     return names.get(kind, fallback)
 

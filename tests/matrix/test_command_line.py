@@ -40,6 +40,8 @@ def names(matrix: Matrix) -> list[str]:
         ("training.steps=0", "training.steps=0 must be at least 1"),
         ("training.compile=1", "training.compile=1 is not true or false"),
         ("training.learning_rate=nan", "training.learning_rate=nan is not a number"),
+        ("model.hf.rope_theta=inf", "model.hf.rope_theta=inf is not a finite number"),
+        ("model.hf={a: [1, nan]}", "is not a mapping"),
         ("training.precision=fp23", "training.precision=fp23 is not one of fp32, bf16, fp8 (did you mean fp32?)"),
         ("gate.mode=required", "gate.mode=required is not one of auto, require, off (did you mean require?)"),
         ("data.valid_fraction=2", "data.valid_fraction=2.0 must be at most 1"),
