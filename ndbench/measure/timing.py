@@ -165,7 +165,7 @@ def burn(seconds: float, device: torch.device | str) -> None:
     """Keep the device busy for ``seconds``: CPU work on the host, or a busy kernel queued on the current stream.
 
     On CUDA nothing waits: a sleep of the host would hide behind queued work. The kernel's clock is calibrated once a
-    device by a 20 ms kernel (this first call waits).
+    device by a 10 ms kernel (this first call waits); the clock moves with load, so the time is right to a tenth or so.
     """
     import torch
 
