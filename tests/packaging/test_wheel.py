@@ -119,3 +119,55 @@ def test_every_version_that_was_tested_is_named_exactly() -> None:
         name = re.match(r"[A-Za-z0-9-]+", requirement)
         assert name is not None
         assert name[0].lower() in pinned, f"{requirement} has no tested version in constraints.txt"
+
+
+OFFLINE = """
+import fcntl, os, socket, struct, sys
+interface = struct.pack("16sh", b"lo", 1 | 64)  # IFF_UP and IFF_RUNNING: gloo's ranks talk over it
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
+    fcntl.ioctl(link, 0x8914, interface)  # SIOCSIFFLAGS
+    try:
+        link.connect(("192.0.2.1", 9))
+    except OSError:
+        pass
+    else:
+        sys.exit("there is a way out of this namespace")
+os.execv(sys.executable, [sys.executable, "-m", "ndbench", *sys.argv[1:]])
+"""
+
+
+def can_unshare() -> bool:
+    try:
+        return subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False, timeout=30).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not can_unshare(), reason="needs unshare and the right to make a network namespace")
+def test_the_installed_wheel_measures_in_an_empty_folder_without_a_network(installed: Path, tmp_path: Path) -> None:
+    done = run(
+        *("unshare", "-rn", sys.executable, "-c", OFFLINE, "suite=smoke"),
+        cwd=tmp_path,
+        PYTHONPATH=str(installed),
+        CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS="1",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [folder] = (tmp_path / "results" / "runs").iterdir()
+    records = [json.loads(path.read_text()) for path in (folder / "records").iterdir()]
+    assert sorted((record["cell"]["name"], record["outcome"]) for record in records) == [
+        ("ddp2", "ok"),
+        ("fsdp2", "ok"),
+    ]
+    assert {record["cell"]["data"]["name"] for record in records} == {"source"}
+    accepted = run(
+        *(sys.executable, str(installed / "bin" / "ndbench"), "baseline", "accept", "latest", "--reason", "first"),
+        cwd=tmp_path,
+        PYTHONPATH=str(installed),
+    )
+    assert accepted.returncode == 0, accepted.stderr
+    listed = run(
+        *(sys.executable, "-m", "ndbench", "baseline", "list", "--json"), cwd=tmp_path, PYTHONPATH=str(installed)
+    )
+    assert [entry["suite"] for entry in json.loads(listed.stdout)] == ["smoke"]
