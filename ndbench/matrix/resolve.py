@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 from functools import cache
@@ -32,6 +33,16 @@ def check_ranges(config: Config) -> None:
     """Values that came from files have their types from Hydra; here their ranges. Raises ``ValueError``."""
     for key in {*VALUES, *LEAST}:
         set_value(config, key, typed(key, get_value(config, key)))
+    _check_finite(dataclasses.asdict(config), "")
+
+
+def _check_finite(value: Any, where: str) -> None:
+    """A NaN or infinity cannot stand in a record; text that reads like one (``nan``) must be quoted."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_finite(item, f"{where}.{key}" if where else str(key))
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{where} is {value}, which is not a number; quote it if it is text: {where}=\"'{value}'\"")
 
 
 def fill_model(model: ModelConfig, given: set[str]) -> None:

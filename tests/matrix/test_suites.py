@@ -33,6 +33,7 @@ def test_axes_multiply_and_only_what_varies_is_in_a_name(user: Write, tmp_path: 
     )
     assert len(matrix.cells) == 8
     assert names(matrix)[:2] == ["ddp2-fp32-llama_tiny", "tp2-fp32-llama_tiny"]
+    assert [cell.config.training.precision for cell in matrix.cells] == ["fp32"] * 4 + ["bf16"] * 4
     assert {cell.config.training.optimizer for cell in matrix.cells} == {"sgd"}
     assert matrix.cells[-1].config.model.name == "qwen3_tiny"
     assert matrix.cells[-1].config.training.precision == "bf16"

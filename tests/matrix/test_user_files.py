@@ -84,6 +84,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
         ("hidden_size: many\n", r"model/bad\.yaml: .*hidden_size"),
         ("hidden_size: [\n", r"bad\.yaml"),
         ("hidden_size: -3\n", r"hidden_size=-3 must be at least 1.*bad\.yaml"),
+        ("defaults: [llama_tiny]\nhf: {a: .nan}\n", r"model\.hf\.a is nan.*bad\.yaml"),
         ("model_type: llama\nvocab_size: 8\n", r"model=.* lacks model\.hidden_size"),
     ],
 )
