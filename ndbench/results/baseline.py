@@ -8,7 +8,6 @@ means is decided elsewhere and handed in.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import fnmatch
 import getpass
 import os
@@ -16,7 +15,7 @@ import re
 import secrets
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,11 +26,10 @@ from ndbench.results.sessions import (
     Baseline,
     Session,
     baseline_folder,
-    cell_file,
-    parse_session,
     read_baseline,
 )
-from ndbench.results.store import RunFolder, check_name, find_run, read_json, sync_folder, write_json
+from ndbench.results.store import RunFolder, check_name, find_run, read_json
+from ndbench.results.writing import add_cells, locked
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ def accept(
         "improved": sorted(name for name in taken if verdicts.get(name) == "improved"),
         "retired": sorted(retired),
     }
-    already = _store(target, head, taken)
+    already = add_cells(target, head, taken)
     return Accepted(
         folder=target / head["session"],
         cells=[name for name in sorted(taken) if name not in already],
@@ -191,60 +189,6 @@ def _who() -> str:
     with contextlib.suppress(OSError, KeyError):
         return getpass.getuser()
     return "unknown"
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One writer of a baseline at a time; the folder itself is the lock, so that nothing is left behind."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _store(folder: Path, head: dict[str, Any], cells: dict[str, list[Record]]) -> list[str]:
-    """Add cells to the session that ``head`` describes; returns those that were in it before, unchanged."""
-    folder.mkdir(parents=True, exist_ok=True)
-    final = folder / head["session"]
-    with _locked(folder):
-        if final.exists():
-            return _add(final, head, cells)
-        staged = folder / f".{head['session']}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-        staged.mkdir()
-        try:
-            for name, records in cells.items():
-                write_json(staged / f"{check_name(name)}.json", cell_file(records))
-            write_json(staged / "session.json", head)
-            staged.rename(final)
-        except OSError:
-            shutil.rmtree(staged, ignore_errors=True)
-            raise
-        sync_folder(folder)
-    return []
-
-
-def _add(final: Path, head: dict[str, Any], cells: dict[str, list[Record]]) -> list[str]:
-    stored = parse_session(read_json(final / "session.json"), str(final / "session.json"))
-    already: list[str] = []
-    for name, records in cells.items():
-        path = final / f"{check_name(name)}.json"
-        if name in stored["cells"]:
-            if read_json(path) != cell_file(records):
-                raise ValueError(f"{path} holds other measurements under the same session; it is not overwritten")
-            already.append(name)
-        else:
-            write_json(path, cell_file(records))
-    merged = dict(stored)
-    for key in ("cells", "restarted", "improved", "retired"):
-        added = [name for name in head[key] if name not in already]
-        merged[key] = sorted({*stored.get(key, []), *added})
-    if head["reason"] != stored["reason"] and len(already) < len(cells):
-        merged["reason"] = f"{stored['reason']}; {', '.join(n for n in cells if n not in already)}: {head['reason']}"
-    if merged != stored:  # the manifest is written last: a file it does not list is not part of the session
-        write_json(final / "session.json", merged)
-    return already
 
 
 def list_baselines(results_dir: str | Path = "results") -> list[dict[str, Any]]:
@@ -317,7 +261,7 @@ def prune(folder: str | Path, keep: int) -> list[str]:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder: there is no baseline to prune")
-    with _locked(folder):
+    with locked(folder):
         sessions = read_baseline(folder).sessions
         kept = {s.session for s in sessions if s.restarted or s.improved or s.retired}
         for name in {name for session in sessions for name in session.cells}:

@@ -7,6 +7,7 @@ error: a baseline that silently shrank would let every regression through.
 
 from __future__ import annotations
 
+import functools
 import io
 import subprocess
 import tarfile
@@ -16,7 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ndbench.results.schema import SCHEMA_VERSION, Record, RecordError, check_version, migrate
+from ndbench.results.checks import RecordError
+from ndbench.results.schema import SCHEMA_VERSION, Record, check_version, migrate
 from ndbench.results.store import RunFolder, UnreadableFile, parse_json
 
 MAX_SESSIONS = 8
@@ -58,7 +60,7 @@ class Baseline:
     source: str
     sessions: list[Session] = field(default_factory=list)
 
-    @property
+    @functools.cached_property
     def cells(self) -> dict[str, str]:
         """``cell_id`` by name of every cell that is part of the baseline today (not retired since)."""
         found: dict[str, str] = {}

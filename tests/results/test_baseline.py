@@ -9,7 +9,7 @@ import pytest
 
 import ndbench.results
 from ndbench.results.baseline import accept, describe, list_baselines, prune, show
-from ndbench.results.schema import RecordError
+from ndbench.results.checks import RecordError
 from ndbench.results.sessions import Baseline, baseline_of_run, read_baseline
 from ndbench.results.store import RunFolder, UnreadableFile, read_json, write_json
 from tests.records import a_record, not_ok, repeats

@@ -7,7 +7,8 @@ import math
 import pytest
 
 from ndbench.results import schema
-from ndbench.results.schema import RecordError, migrate, new_record, validate
+from ndbench.results.checks import RecordError
+from ndbench.results.schema import migrate, new_record, validate
 from tests.records import a_record
 
 
