@@ -185,13 +185,16 @@ def _own_signal_handlers() -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet_elastic() -> Iterator[None]:
     """Elastic logs every failure with a traceback of its own; what failed is in the record, so it stays quiet."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
+    # each of its modules has a logger with a level of its own, so that the parent's would not reach them
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
+        logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def kill_ranks(wait: float = 5.0) -> None:

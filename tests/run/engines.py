@@ -53,7 +53,7 @@ class SmallEngine:
         dist.all_reduce(totals)
         mean = totals[0] / totals[1]
         if self.fault == "nonfinite" and self.steps > self.at_step:
-            mean = mean * float("nonfinite")
+            mean = mean * float("nan")
         if now and self.fault == "disagree":
             mean = mean + 1e-6
         tokens = totals[1] + (7 if self.fault == "tokens" and self.steps > self.at_step else 0)
