@@ -120,12 +120,47 @@ VERBS: dict[str, Verb] = {
         "RUN_A is the reference, RUN_B is judged. Exit codes as of 'ndbench run'.",
         (1, 2),
     ),
+    "ab": Verb(
+        "measure two sides next to each other on this machine: two commits, two environments or two settings",
+        "ndbench ab [KEY=VALUE …] --base REF [--head REF] [flags]",
+        (
+            CONFIG_DIR,
+            MULTIRUN,
+            Flag(("--base",), "the side to compare with", "REF"),
+            Flag(("--head",), "the side that is judged (default: here, the code and interpreter as they are)", "REF"),
+            Flag(("--setup",), "run this in each worktree first, for packages that need building", "COMMAND"),
+        ),
+        "REF is one of\n"
+        "  git:REV           your repository at REV: a worktree, put first on PYTHONPATH\n"
+        "  python:PATH       another interpreter or venv, ndbench installed in it: another torch, say\n"
+        "  set:'KEY=VALUE …' overrides for this side only\n"
+        "  here              this code and interpreter\n\n"
+        "Examples:\n"
+        "  ndbench ab suite=hsdp_tp cells=hsdp2x4 --base git:main\n"
+        "  ndbench ab suite=hsdp_tp --base python:/venvs/torch211 --head python:/venvs/torch213\n"
+        "  ndbench ab model=llama_1b --base here --head set:'training.compile=true'\n\n"
+        "Pairs are interleaved (ABBA). On a GPU 10 to 20 pairs of launches decide; on a CPU both sides' ranks are\n"
+        "there at once and take turns of one step, and 6 to 12 residencies of gate.residency seconds decide.\n"
+        "Exit codes as of 'ndbench run'.",
+    ),
     "report": Verb(
-        "show the verdict of a stored run again, or write it as Markdown",
-        "ndbench report RUN [--markdown FILE]",
+        "show the verdict of a stored run again, or write it as Markdown, HTML or pictures",
+        "ndbench report RUN [--markdown FILE] [--html FILE] [--png DIR]",
         (
             RESULTS_DIR,
             Flag(("--markdown",), "write the report to this file ('-': print it)", "FILE"),
+            Flag(
+                ("--html",),
+                "write one page with tables and figures that opens anywhere, without a network",
+                "FILE",
+                Path,
+            ),
+            Flag(("--png",), "write the figures that compare layouts into this folder", "DIR", Path),
+            Flag(
+                ("--baseline",),
+                "html: where the history comes from (default: what the run was compared with)",
+                "SOURCE",
+            ),
         ),
         "The verdict is the one the run ended with; 'ndbench compare RUN' decides anew.",
         (1, 1),
@@ -206,7 +241,7 @@ def parse(verb: str, arguments: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"{verb}: {given} {', '.join(known.choices)}{close}")
     if len(words) < least or (most is not None and len(words) > most):
         raise UsageError(f"{verb}: {_words(len(words))} given; usage: {known.usage}")
-    if verb in ("run", "show"):
+    if verb in ("run", "show", "ab"):
         for word in words:
             if not is_override(word):
                 hint = f"the verb comes first: ndbench {word} …" if word in VERBS else f"suite={word}, perhaps?"

@@ -167,6 +167,24 @@ def _baseline(args: argparse.Namespace) -> int:
     return 0
 
 
+def _ab(args: argparse.Namespace) -> int:
+    from ndbench.gate.ab import run_ab
+    from ndbench.run.outer_world import refuse_outer_world
+
+    refuse_outer_world(os.environ, args.argv)
+    if not args.base:
+        raise UsageError("ab: --base REF is needed: git:REV, python:PATH, set:'KEY=VALUE …' or here")
+    return run_ab(
+        args.words,
+        args.base,
+        args.head or "here",
+        setup=args.setup,
+        config_dir=args.config_dir,
+        sweep=args.multirun,
+        console=_console(),
+    )
+
+
 def _compare(args: argparse.Namespace) -> int:
     from ndbench.gate.stored import compare_run, compare_two
     from ndbench.results.baseline import hardware_key
@@ -203,8 +221,16 @@ def _report(args: argparse.Namespace) -> int:
     plan = run.plan if run.plan_path.is_file() else None
     # a run that was ended in the middle has no verdict yet: show what it has, compared with nothing
     comparison = from_json(read_json(run.verdict_path)) if run.verdict_path.is_file() else compare_run(run, None)
+    if args.html is not None or args.png is not None:
+        from ndbench.report.files import write_files
+
+        for path in write_files(
+            run, comparison, html=args.html, png=args.png, results_dir=args.results_dir, source=args.baseline
+        ):
+            print(path)
     if args.markdown is None:
-        _print_comparison(comparison, plan, run.path)
+        if args.html is None and args.png is None:
+            _print_comparison(comparison, plan, run.path)
         return 0
     from ndbench.report.markdown import render
 
@@ -269,6 +295,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "run": _run,
     "show": _show,
     "baseline": _baseline,
+    "ab": _ab,
     "compare": _compare,
     "report": _report,
     "list": _list,

@@ -233,18 +233,18 @@ def accept_command(comparison: Comparison, run_folder: str | Path | None = None)
     wanted = ("no_baseline", "new", "improved", "incomparable", "inconclusive")
     if comparison.mode == "off" or not any(cell.verdict in wanted for cell in acceptable):
         return None
-    return f'ndbench baseline accept {_run_argument(comparison, run_folder)} --reason "…"'
+    return f'ndbench baseline accept {run_argument(comparison, run_folder)} --reason "…"'
 
 
 def deliberate_command(comparison: Comparison, cell: CellVerdict, run_folder: str | Path | None = None) -> str | None:
     """The command that accepts a regressed or missing cell on purpose; null for any other."""
     if cell.verdict not in ("regressed", "missing"):
         return None
-    run = _run_argument(comparison, run_folder)
+    run = run_argument(comparison, run_folder)
     return f'ndbench baseline accept {run} --cells {shlex.quote(cell.name)} --reason "…"'
 
 
-def _run_argument(comparison: Comparison, run_folder: str | Path | None) -> str:
+def run_argument(comparison: Comparison, run_folder: str | Path | None) -> str:
     """The run's name under the default results folder, with ``--results-dir`` under another, else its path."""
     if run_folder is None:
         return comparison.run

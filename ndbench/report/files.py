@@ -1,0 +1,59 @@
+"""The report of a run folder as files: the page and the pictures, with the baseline that gives the page its history."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ndbench.compare.result import Comparison
+from ndbench.report import html as page
+from ndbench.results.baseline import hardware_key
+from ndbench.results.schema import Record
+from ndbench.results.sessions import Baseline, read_baseline
+from ndbench.results.store import RunFolder
+
+
+def write_files(
+    run: RunFolder,
+    comparison: Comparison,
+    *,
+    html: Path | None,
+    png: Path | None,
+    results_dir: Path | None = None,
+    source: str | None = None,
+) -> list[Path]:
+    """Write what is asked for and return the paths. ``source`` is the baseline of the history, by default the run's own.
+
+    Raises ``ValueError`` when a library is absent or a ``source`` that was named cannot be read.
+    """
+    records = run.records()
+    plan = run.plan if run.plan_path.is_file() else None
+    written: list[Path] = []
+    if html is not None:
+        baseline, remarks = _history(run, records, comparison, results_dir, source)
+        text = page.render(comparison, records, plan=plan, baseline=baseline, run_folder=run.path, remarks=remarks)
+        page.write(html, text)
+        written.append(html)
+    if png is not None:
+        written += page.save_pictures(comparison, records, png, plan=plan)
+    return written
+
+
+def _history(
+    run: RunFolder, records: list[Record], comparison: Comparison, results_dir: Path | None, source: str | None
+) -> tuple[Baseline | None, list[str]]:
+    """The baseline as it was when the run ended; null with the reason when it cannot be read any more."""
+    if not records or (comparison.mode == "off" and source is None):
+        return None, []
+    planned = run.plan.get("baseline") if run.plan_path.is_file() else None
+    folder = results_dir or (run.path.parent.parent if run.path.parent.name == "runs" else Path("results"))
+    try:
+        found = read_baseline(
+            source or planned, hardware=hardware_key(records), suite=records[0]["suite"], results_dir=folder
+        )
+    except ValueError as error:
+        if source is not None:
+            raise
+        return None, [f"no history: {error}"]
+    # a run that was accepted since would be its own history
+    before = [session for session in found.sessions if session.session != records[0]["session"]]
+    return Baseline(found.source, before), []
