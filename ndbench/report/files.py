@@ -21,7 +21,7 @@ def write_files(
     results_dir: Path | None = None,
     source: str | None = None,
 ) -> list[Path]:
-    """Write what is asked for and return the paths. ``source`` is the baseline of the history, by default the run's own.
+    """Write what is asked for and return the paths. ``source`` is the history's baseline, by default the run's own.
 
     Raises ``ValueError`` when a library is absent or a ``source`` that was named cannot be read.
     """

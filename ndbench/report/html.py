@@ -16,7 +16,7 @@ from typing import Any
 
 from ndbench.compare.memory import said_bytes
 from ndbench.compare.result import Comparison
-from ndbench.report import facts, figures, page_facts
+from ndbench.report import facts, figures, figures_cells, figures_layouts, page_facts
 from ndbench.report.facts import Plan
 from ndbench.report.figures import Figure, Measured
 from ndbench.results.schema import Record
@@ -62,7 +62,10 @@ def render(
     drawn: dict[str, Figure] = {}
     overview = _overview(measured, drawn)
     for row in rows:
-        for kind, made in (("steps", figures.step_times(row.measured)), ("history", figures.history(row.points))):
+        for kind, made in (
+            ("steps", figures_cells.step_times(row.measured)),
+            ("history", figures_cells.history(row.points)),
+        ):
             if made is not None:
                 drawn[f"{kind}-{row.index}"] = made[0] | {"said": made[1]}
     environment = jinja2.Environment(
@@ -148,11 +151,11 @@ def _overview(measured: Sequence[Measured], drawn: dict[str, Figure]) -> list[di
     for title, some in figures.groups(measured).items():
         # curves are compared with the simplest layout: the fewest axes, then the fewest devices
         ordered = sorted(some, key=lambda cell: (cell.layout.count("_"), cell.world))
-        _add(found, drawn, title, "pareto", figures.pareto(some))
-        _add(found, drawn, title, "losses", figures.losses(ordered))
-        _add(found, drawn, title, "collectives", figures.collectives(some))
+        _add(found, drawn, title, "pareto", figures_layouts.pareto(some))
+        _add(found, drawn, title, "losses", figures_layouts.losses(ordered))
+        _add(found, drawn, title, "collectives", figures_layouts.collectives(some))
     for title, some in figures.groups(measured, batch=False).items():
-        _add(found, drawn, title, "scaling", figures.scaling(some))
+        _add(found, drawn, title, "scaling", figures_layouts.scaling(some))
     return found
 
 

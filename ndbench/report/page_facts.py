@@ -15,7 +15,8 @@ from ndbench.compare.memory import said_bytes
 from ndbench.compare.result import CellVerdict, Comparison, MetricVerdict
 from ndbench.report import facts, figures
 from ndbench.report.facts import Plan
-from ndbench.report.figures import Measured, Point
+from ndbench.report.figures import Measured
+from ndbench.report.figures_cells import Point
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline
 
