@@ -91,8 +91,18 @@ class TrainingConfig:
     weight_decay: float = 0.1
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     momentum: float = 0.0
+    schedule: str = "constant"
+    """Learning rate by optimizer step after the warm-up: ``constant``, ``linear``, ``cosine`` or ``wsd``."""
+    warmup_steps: int = 0
+    """Optimizer steps in which the learning rate rises to its full value."""
+    decay_steps: int | None = None
+    """Optimizer steps at the end in which it falls; null means all after the warm-up (``wsd``: the last fifth)."""
+    min_learning_rate_ratio: float = 0.0
+    """What it falls to, as a part of ``learning_rate``."""
     max_grad_norm: float | None = 1.0
     """Clip the global gradient norm to this; null leaves it alone (the norm is measured either way)."""
+    max_grad_value: float | None = None
+    """Then clamp each element of the global gradient to plus or minus this; null leaves it alone."""
     activation_checkpointing: str = "none"
     """``none``, ``full`` or ``selective``."""
     compile: bool = False
@@ -148,6 +158,12 @@ class GateConfig:
     resolve: float | None = None
     """A cell passes when the upper bound of its slowdown is below this; null means 0.03 on GPU, 0.30 on CPU."""
     fail_on_inconclusive: bool = False
+    confirm: str = "auto"
+    """``auto`` measures the base again next to suspects, which then decides; ``off`` leaves them as suspects."""
+    base: str | None = None
+    """What to measure suspects against (``git:REV`` or ``python:PATH``); null means the baseline's commit."""
+    residency: float = 25.0
+    """CPU: seconds for which base and head are there together and take turns; 6 or 12 of them decide a cell."""
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ndbench.config import ModelConfig, TrainingConfig
 from ndbench.engines.protocol import Batch, StepResult
 from ndbench.parallel.config import CHECKPOINTING_MODES, ParallelismConfig
+from ndbench.training.schedule import refuse_schedule
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +100,14 @@ class BundledEngine:
         optimizer = ShardOptimizer(gradients.parameters, training)
         self.model = parallel.model
         self._step = Step(
-            parallel.model, loss_sum, gradients, optimizer, mesh, training.micro_batch_size, training.max_grad_norm
+            parallel.model,
+            loss_sum,
+            gradients,
+            optimizer,
+            mesh,
+            training.micro_batch_size,
+            training.max_grad_norm,
+            training.max_grad_value,
         )
         window = getattr(getattr(built.model, "config", None), "sliding_window", None) is not None
         self._facts = {
@@ -139,9 +147,10 @@ def _refuse_training(training: TrainingConfig, model: ModelConfig) -> list[str]:
         reasons.append(f"loss_chunk_size is {chunk}, it must be at least 1")
     if chunk is not None and model.target is not None:
         reasons.append("loss_chunk_size needs a transformers model; model.target has its own output head")
-    if training.max_grad_norm is not None and training.max_grad_norm <= 0:
-        reasons.append(f"max_grad_norm is {training.max_grad_norm}, it must be above 0, or null")
-    return reasons
+    for name, limit in (("max_grad_norm", training.max_grad_norm), ("max_grad_value", training.max_grad_value)):
+        if limit is not None and limit <= 0:
+            reasons.append(f"{name} is {limit}, it must be above 0, or null")
+    return reasons + refuse_schedule(training)
 
 
 def plan_refusals(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:

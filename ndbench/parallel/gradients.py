@@ -77,9 +77,9 @@ class Gradients:
 
     def clip_by_value(self, limit: float) -> None:
         """Clamp each element of the global gradient to [-limit, limit]."""
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                local_tensor(parameter.grad).clamp_(-limit, limit)
+        grads = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
+        torch._foreach_clamp_min_(grads, -limit)
+        torch._foreach_clamp_max_(grads, limit)
 
 
 def copies(parameter: torch.Tensor, world_size: int) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ndbench.config import TrainingConfig
 from ndbench.parallel._torch_private import local_tensor
+from ndbench.training.schedule import schedule_factors
 
 ELEMENTWISE = frozenset(
     {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
@@ -19,7 +20,10 @@ ELEMENTWISE = frozenset(
 
 
 class ShardOptimizer:
-    """A torch optimizer over this rank's shards. ``optimizer`` is the torch object, for schedulers."""
+    """A torch optimizer over this rank's shards. ``optimizer`` is the torch object, ``taken`` how many steps it took.
+
+    Its learning rate follows the schedule by that number alone: a host-side float, so no step waits for the device.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter], training: TrainingConfig) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
@@ -28,9 +32,17 @@ class ShardOptimizer:
         if kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE:
             self._local = [nn.Parameter(local_tensor(p.data)) for p in self.parameters]
         self.optimizer: torch.optim.Optimizer = kind(self._local or self.parameters, **options)
+        self.taken = 0
+        self._factor = schedule_factors(training)
+        self._rates = [group.get("lr") for group in self.optimizer.param_groups]
 
     def step(self) -> None:
-        """Update the parameters from their gradients and forget the gradients."""
+        """Update the parameters from their gradients at the rate of this step, and forget the gradients."""
+        factor = self._factor(self.taken)
+        self.taken += 1
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate * factor
         if self._local is None:
             self.optimizer.step()
         else:

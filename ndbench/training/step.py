@@ -32,14 +32,18 @@ class Step:
         mesh: Mesh,
         micro_batch_size: int | None,
         max_grad_norm: float | None,
+        max_grad_value: float | None = None,
     ) -> None:
         self.model, self.loss_sum, self.gradients, self.optimizer = model, loss_sum, gradients, optimizer
-        self.mesh, self.micro_batch_size, self.max_grad_norm = mesh, micro_batch_size, max_grad_norm
+        self.mesh, self.micro_batch_size = mesh, micro_batch_size
+        self.max_grad_norm, self.max_grad_value = max_grad_norm, max_grad_value
 
     def __call__(self, batch: Batch) -> StepResult:
         loss, norm, tokens = self.backward(batch)
         if self.max_grad_norm is not None:
             self.gradients.clip(norm, self.max_grad_norm)
+        if self.max_grad_value is not None:
+            self.gradients.clip_by_value(self.max_grad_value)
         self.optimizer.step()
         return StepResult(loss=loss, grad_norm=norm, tokens=tokens)
 

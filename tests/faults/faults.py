@@ -75,6 +75,36 @@ def gradients_not_clipped() -> Iterator[None]:
 
 
 @contextmanager
+def gradients_not_clipped_by_value() -> Iterator[None]:
+    with patch.object(gradients.Gradients, "clip_by_value", lambda self, limit: None):
+        yield
+
+
+def _rate_moves(by: Callable[[step.Step, Any], int]) -> Any:
+    """The schedule moves ``by(step, batch)`` at each optimizer step, not one."""
+    original = step.Step.__call__
+
+    def call(self: step.Step, batch: Any) -> Any:
+        result = original(self, batch)
+        self.optimizer.taken += by(self, batch) - 1
+        return result
+
+    return patch.object(step.Step, "__call__", call)
+
+
+@contextmanager
+def rate_moves_once_per_micro_step() -> Iterator[None]:
+    with _rate_moves(lambda self, batch: len(batch.input_ids) // (self.micro_batch_size or len(batch.input_ids))):
+        yield
+
+
+@contextmanager
+def rate_moves_once_per_rank() -> Iterator[None]:
+    with _rate_moves(lambda self, batch: self.mesh.config.world_size):
+        yield
+
+
+@contextmanager
 def mean_of_means() -> Iterator[None]:
     """Each rank divides by its own tokens, and the ranks' means are averaged."""
     original = step.Step.backward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ TP_WHOLE = replace(TP, sequence_parallel=False)
 FSDP_TP = layout(1, 2, 1, 2)
 CP = layout(1, 1, 2)
 WINDOW = llama(model_type="mistral", sliding_window=10)
+FALLING: dict[str, Any] = {"schedule": "cosine", "warmup_steps": 1, "steps": 4}
 
 PLANTED: dict[str, Case] = {
     "row_wise_sum_missing": case(TP_WHOLE),
@@ -24,6 +26,9 @@ PLANTED: dict[str, Case] = {
     "replicated_gradients_counted_twice": case(FSDP_TP),
     "norm_of_local_shards": case(layout(1, 2)),
     "gradients_not_clipped": case(layout(1, 2)),
+    "gradients_not_clipped_by_value": case(FSDP_TP, training=training(max_grad_value=1e-3)),
+    "rate_moves_once_per_micro_step": case(layout(2), training=training(micro_batch_size=2, **FALLING)),
+    "rate_moves_once_per_rank": case(FSDP_TP, training=training(**FALLING)),
     "mean_of_means": case(layout(2), silent=1),
     "gradients_doubled": case(FSDP_TP),
     "replicas_not_reduced": case(layout(2, 2)),

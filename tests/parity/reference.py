@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 
 from ndbench.parallel.initialize import Weights, fill
 from ndbench.training.models import build_model, transformers_config
+from ndbench.training.schedule import schedule_factors
 from tests.parity.cases import Case, batch
 
 NAME = "parity_reference"
@@ -66,6 +67,7 @@ def _train(pickled: bytes) -> dict[str, Any]:
     options: dict[str, Any] = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
     options |= {"betas": tuple(training.betas)} if kind is torch.optim.AdamW else {"momentum": training.momentum}
     optimizer = kind(model.parameters(), foreach=False, **options)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule_factors(training))
     result: dict[str, Any] = {"loss": [], "norm": [], "tokens": []}
     for step in range(case.steps):
         data = batch(case, step, 0, 1)
@@ -82,7 +84,10 @@ def _train(pickled: bytes) -> dict[str, Any]:
             for p in model.parameters():
                 assert p.grad is not None
                 p.grad *= training.max_grad_norm / norm
+        if training.max_grad_value is not None:
+            torch.nn.utils.clip_grad_value_(model.parameters(), training.max_grad_value)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         result["loss"].append(loss.item())
         result["norm"].append(norm.item())

@@ -74,6 +74,22 @@ def test_clipping_is_by_the_global_norm(limit: float | None) -> None:
     assert_parity(case(layout(2, 2, 1, 2), training=training(max_grad_norm=limit)))
 
 
+@pytest.mark.parametrize("offload", [False, True], ids=["", "offload"])
+@pytest.mark.parametrize("parallelism", [layout(2, 2, 1, 2), FSDP_CP, CP_TP], ids=lambda each: each.layout)
+def test_clipping_is_by_value_too(parallelism: Any, offload: bool) -> None:
+    """After the norm; at this limit half of the elements are clamped."""
+    steps = training(max_grad_value=1e-3, max_grad_norm=None if offload else 1.0)
+    assert_parity(case(replace(parallelism, cpu_offload=offload), training=steps))
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
+@pytest.mark.parametrize("parallelism", [layout(2), FSDP_TP, FSDP_CP, HSDP_TP], ids=lambda each: each.layout)
+def test_the_learning_rate_moves_once_an_optimizer_step(parallelism: Any, schedule: str) -> None:
+    """Two micro-steps each: a rate that moved with them, or with the ranks, gives other weights."""
+    moving = training(micro_batch_size=1, schedule=schedule, warmup_steps=1, steps=4, min_learning_rate_ratio=0.1)
+    assert_parity(case(parallelism, training=moving))
+
+
 def test_dims_that_do_not_divide_by_the_shard_count() -> None:
     assert_parity(case(layout(1, 8), llama(hidden_size=40, intermediate_size=50, head_dim=6)))
 
