@@ -61,7 +61,7 @@ def candidates(words: list[str]) -> Iterator[str]:
         return
     if verb is None and not positionals:
         yield from VERBS
-    if verb in (None, "run", "show"):
+    if verb in (None, "run", "show", "ab"):
         yield from _overrides(word, _config_dir(before))
     elif not positionals:
         yield from VERBS[verb].choices

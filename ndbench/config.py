@@ -177,6 +177,14 @@ class LauncherConfig:
 @dataclass
 class TrackerConfig:
     name: str = "none"
+    """``none`` or ``wandb``; a tracker only ever sees records that are written already."""
+    project: str = "ndbench"
+    entity: str | None = None
+    mode: str = "auto"
+    """``auto`` (online with a key, else offline), ``online`` or ``offline``."""
+    tags: list[str] = field(default_factory=list)
+    timeout: float = 120.0
+    """Seconds that sending may take; then it is stopped, with a warning."""
 
 
 @dataclass

@@ -35,6 +35,7 @@ def compare(
     skipped: Sequence[Mapping[str, Any]] = (),
     excluded: Sequence[Mapping[str, Any]] = (),
     planned_repeats: Mapping[str, int] | None = None,
+    confirmed: Mapping[str, Sequence[MetricVerdict]] | None = None,
     now: datetime | None = None,
 ) -> Comparison:
     """Decide about a run.
@@ -42,6 +43,8 @@ def compare(
     ``plan_cells`` are ``{"name", "cell_id"}`` of every cell that was to run; ``unselected``, ``skipped`` and
     ``excluded`` (with ``name`` and ``reason``) are known to the suite but were not to run, so they are not missing
     unless the suite itself now excludes them. ``baseline`` of null (or without sessions) means there is none.
+    ``confirmed`` holds, by cell, what pairs measured next to each other say: it stands in place of the speed that is
+    told from stored repeats.
     """
     records, skipped = _without_skipped(records, skipped)
     gone = {str(cell["name"]) for cell in skipped}
@@ -54,7 +57,10 @@ def compare(
 
     drafts = [_draft(name, ids[name], group, stored, ids, gate) for name, group in by_cell.items()]
     speed = throughput.judge({draft.name: draft.timing for draft in drafts if draft.timing is not None})
-    cells = [_finish(draft, speed.get(draft.name), planned_repeats or {}, now) for draft in drafts]
+    fresh = confirmed or {}
+    cells = [
+        _finish(draft, speed.get(draft.name), planned_repeats or {}, now, fresh.get(draft.name, ())) for draft in drafts
+    ]
     away = {str(cell["name"]) for cell in (*unselected, *skipped)}
     if stored is not None:
         cells += _missing(stored, cells, set(by_cell) | away, excluded)
@@ -142,9 +148,20 @@ def _with_metrics(name: str, cell_id: str, records: list[Record], found: Referen
 
 
 def _finish(
-    draft: _Draft, speed: MetricVerdict | None, planned: Mapping[str, int], now: datetime | None
+    draft: _Draft,
+    speed: MetricVerdict | None,
+    planned: Mapping[str, int],
+    now: datetime | None,
+    confirmed: Sequence[MetricVerdict] = (),
 ) -> CellVerdict:
     metrics = [*([speed] if speed is not None else []), *draft.metrics]
+    set_aside = ""
+    if confirmed and [metric.verdict for metric in metrics] == ["incomparable"]:
+        # measured next to each other, time can be compared though nothing else of the two cells can
+        set_aside, metrics = f"only speed was compared: {metrics[0].reason}", []
+    if confirmed:
+        names = {metric.metric for metric in confirmed}
+        metrics = [*confirmed, *(metric for metric in metrics if metric.metric not in names)]
     verdict = worst(metric.verdict for metric in metrics)
     assert verdict is not None, "every cell has at least one metric"
     found = draft.reference
@@ -158,7 +175,10 @@ def _finish(
         cell_id=draft.cell_id,
         verdict=verdict,
         reasons=[metric.reason for metric in metrics if metric.verdict == verdict and verdict != "pass"],
-        notes=notes_on(draft.name, draft.records, found, metrics, verdict, planned.get(draft.name)),
+        notes=[
+            *([set_aside] if set_aside else []),
+            *notes_on(draft.name, draft.records, found, metrics, verdict, planned.get(draft.name)),
+        ],
         metrics=metrics,
         current=summarise(draft.records),
         against=against,

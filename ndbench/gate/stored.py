@@ -5,11 +5,12 @@ What the verbs ``compare`` and ``baseline accept`` do, and what a run does at it
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ndbench.compare.result import Comparison
+from ndbench.compare.result import Comparison, MetricVerdict
 from ndbench.compare.verdict import compare
 from ndbench.config import GateConfig
 from ndbench.config import cell_id as identity
@@ -19,9 +20,13 @@ from ndbench.results.store import RunFolder, find_run
 
 
 def compare_run(
-    run: RunFolder, baseline: Baseline | None, gate: GateConfig | None = None, now: datetime | None = None
+    run: RunFolder,
+    baseline: Baseline | None,
+    gate: GateConfig | None = None,
+    now: datetime | None = None,
+    confirmed: Mapping[str, Sequence[MetricVerdict]] | None = None,
 ) -> Comparison:
-    """The verdict on a run folder; ``gate`` defaults to what the run was made with.
+    """The verdict on a run folder; ``gate`` defaults to what the run was made with, ``confirmed`` is what pairs say.
 
     Raises ``ValueError`` naming the file when the plan or a record is unreadable.
     """
@@ -38,6 +43,7 @@ def compare_run(
         skipped=plan.get("skipped", []),
         excluded=plan.get("excluded", []),
         planned_repeats=plan.get("repeats", {}),
+        confirmed=confirmed,
         now=now,
     )
 

@@ -22,6 +22,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "training.activation_checkpointing": ("none", "full", "selective"),
     "data.name": ("markov", "source", "text"),
     "gate.mode": ("auto", "require", "off"),
+    "gate.confirm": ("auto", "off"),
     "parallelism.cp_method": ("ring", "ulysses"),
     "launcher.start_method": ("forkserver", "spawn"),
 }
@@ -51,6 +52,7 @@ LEAST: dict[str, float] = {
     "gate.alpha": 0,
     "gate.min_effect": 0,
     "gate.resolve": 0,
+    "gate.residency": 1,
 }
 """Keys whose numbers have a least value."""
 

@@ -6,6 +6,7 @@ import os
 
 from rich.console import Console
 
+from ndbench.gate.confirm import confirm_suspects
 from ndbench.gate.stored import compare_run
 from ndbench.report.console import print_comparison
 from ndbench.report.markdown import append_step_summary, render
@@ -19,6 +20,11 @@ def finish(
 ) -> int:
     """Decide, report, and return the exit code. ``stopped`` says why the plan was not run to its end."""
     comparison = compare_run(folder, baseline, plan.gate)
+    if stopped is None:
+        fresh = confirm_suspects(plan, folder, baseline, comparison, lambda line: console.print(line, markup=False))
+        if fresh.metrics:
+            comparison = compare_run(folder, baseline, plan.gate, confirmed=fresh.metrics)
+        comparison.notes.extend(fresh.notes)
     if stopped is not None:
         comparison.notes.append(stopped)
     print_comparison(comparison, plan=plan.to_dict(), run_folder=folder.path, console=console)

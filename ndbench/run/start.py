@@ -24,7 +24,7 @@ def run_matrix(matrix: Matrix, *, max_failures: int | None, console: Console) ->
     Raises ``ValueError`` before any process starts for what the user must change.
     """
     budget = budget_seconds(matrix.config.measure.budget)
-    runnable, refused = _ask_engines(matrix.cells)
+    runnable, refused = ask_engines(matrix.cells)
     if not runnable and len(refused) == 1 and not matrix.skipped:
         raise ValueError(f"{refused[0][0].name}: {refused[0][1]}")
     skipped = [*matrix.skipped, *refused]
@@ -55,7 +55,8 @@ def run_matrix(matrix: Matrix, *, max_failures: int | None, console: Console) ->
     return start_run(plan, Path(matrix.config.results.dir), max_failures=max_failures, console=console)
 
 
-def _ask_engines(cells: list[Cell]) -> tuple[list[Cell], list[tuple[Cell, str]]]:
+def ask_engines(cells: list[Cell]) -> tuple[list[Cell], list[tuple[Cell, str]]]:
+    """(cells their engine can run, cells it refuses with the reason)."""
     runnable: list[Cell] = []
     refused: list[tuple[Cell, str]] = []
     for cell in cells:

@@ -25,6 +25,8 @@ class Task:
     """Process id of the run; the ranks end when it does."""
     started: float = 0.0
     """``time.time()`` of the launch, for the time to the first step."""
+    turns: Path | None = None
+    """Folder of the pipes over which the ranks are told when to step; null steps freely."""
 
     @property
     def path(self) -> Path:
@@ -52,6 +54,7 @@ class Task:
                 "folder": str(self.folder),
                 "runner": self.runner,
                 "started": self.started,
+                "turns": None if self.turns is None else str(self.turns),
             },
         )
 
@@ -60,6 +63,7 @@ class Task:
         values = read_json(path)
         values["cell"] = cell_from_dict(values["cell"])
         values["folder"] = Path(values["folder"])
+        values["turns"] = Path(values["turns"]) if values["turns"] else None
         return cls(**values)
 
 

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ndbench.engines.protocol import Batch, Engine, StepResult, load_engine
 from ndbench.measure.attention_flops import attention_formulas
 from ndbench.measure.collectives import CollectiveRecorder
 from ndbench.measure.memory import MemoryMeter, TrackedMemory
-from ndbench.measure.timing import Handicap, StepClock
+from ndbench.measure.timing import Handicap, StepClock, burn
 from ndbench.measure.yardstick import run_yardstick
 from ndbench.parallel.mesh import Mesh, build_mesh
 from ndbench.results.schema import finite_or_null
@@ -32,6 +33,7 @@ from ndbench.run import compiling
 from ndbench.run.process import die_with, log_to
 from ndbench.run.progress import StepCounter
 from ndbench.run.task import RankReport, Task
+from ndbench.run.turns import TurnTaker
 from ndbench.training.data import Dataset, build_dataset
 
 STEADY_PEAK_FROM = 2
@@ -142,6 +144,9 @@ def _timed_steps(
     meter.reset()
     handicap = Handicap(task.handicap, device, lambda: dist.all_reduce(fence)) if task.handicap else None
     clock.start()
+    if task.turns is not None:
+        _turns(task, engine, batches, device, report, lambda: dist.all_reduce(fence))
+        return
     for step, batch in enumerate(batches):
         results.append(engine.step(batch))
         if handicap is not None:
@@ -154,13 +159,48 @@ def _timed_steps(
             report.time_to_first_step = time.time() - task.started
         if step + 1 == min(STEADY_PEAK_FROM, steps - 1):
             meter.reset()
-    report.seconds = clock.seconds()
+    _report_steps(report, clock.seconds(), meter, results)
+    report.compile_seconds, report.compile_cache = compiling.compile_time(task.cell.config.training.compile)
+
+
+def _report_steps(report: RankReport, seconds: list[float], meter: MemoryMeter, results: list[StepResult]) -> None:
+    report.seconds = seconds
     report.memory = meter.reading()
     report.loss = finite_or_null([float(result.loss) for result in results])
     norms = [result.grad_norm for result in results]
     report.grad_norm = None if norms[0] is None else finite_or_null([float(norm) for norm in norms if norm is not None])
     report.tokens = [None if result.tokens is None else int(result.tokens) for result in results]
-    report.compile_seconds, report.compile_cache = compiling.compile_time(task.cell.config.training.compile)
+
+
+def _turns(
+    task: Task,
+    engine: Engine,
+    batches: list[Batch],
+    device: torch.device,
+    report: RankReport,
+    fence: Callable[[], object],
+) -> None:
+    """Step whenever it is this side's turn. The data is gone through again and again; the first pass is reported."""
+    assert task.turns is not None, "without turns the ranks step freely"
+    taker, meter = TurnTaker(task.turns, report.rank), MemoryMeter(device)
+    seconds, results = list[float](), list[StepResult]()
+    taker.ready()
+    while (handicap := taker.wait()) is not None:
+        began, cpu_began = time.perf_counter(), time.process_time()
+        result = engine.step(batches[len(seconds) % len(batches)])
+        _synchronize(device)
+        if handicap:
+            burn(handicap * (time.perf_counter() - began), device)
+            fence()  # the ranks end together, as they would after a slower step
+            _synchronize(device)
+        seconds.append(time.perf_counter() - began)
+        taker.done(seconds[-1], time.process_time() - cpu_began)
+        if len(results) < len(batches):
+            results.append(result)
+        report.time_to_first_step = report.time_to_first_step or time.time() - task.started
+    if not results:
+        raise RuntimeError("no turn was taken")
+    _report_steps(report, seconds[: len(batches)], meter, results)
 
 
 def _structure_step(task: Task, engine: Engine, dataset: Dataset, mesh: Mesh, device: torch.device) -> dict[str, Any]:

@@ -1,0 +1,182 @@
+"""``ndbench ab``: the same cells on two sides, paired and interleaved on this machine, and what the pairs say.
+
+Opens both sides, measures, and lets ``compare`` decide: speed by the pairs alone, everything else by the records.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from ndbench.compare.result import Comparison
+from ndbench.compare.verdict import compare
+from ndbench.config import Cell
+from ndbench.gate.loop import Confirmed, confirm, confirm_rule
+from ndbench.gate.pairs import Bench, by_turns
+from ndbench.gate.refs import Side, open_side
+from ndbench.gate.sides import SideProcess
+from ndbench.matrix.expand import Matrix, expand
+from ndbench.report.console import print_comparison
+from ndbench.report.markdown import append_step_summary, render
+from ndbench.report.progress import duration
+from ndbench.results.sessions import Baseline, baseline_of_run
+from ndbench.results.store import RunFolder, write_json, write_text
+from ndbench.run.plan import Plan, new_run_name
+from ndbench.run.start import ask_engines
+
+LAUNCH_SECONDS = 20.0
+"""A guess for what starting the ranks of one launch costs, for the estimate that is printed."""
+
+
+def run_ab(
+    words: Sequence[str],
+    base: str,
+    head: str,
+    *,
+    setup: str | None = None,
+    config_dir: Path | None = None,
+    sweep: bool = False,
+    console: Console,
+) -> int:
+    """Measure both sides and return the exit code. Raises ``ValueError`` for what the user must change."""
+    with ExitStack() as stack:
+        sides = [
+            stack.enter_context(open_side(label, ref, setup=setup)) for label, ref in (("base", base), ("head", head))
+        ]
+        matrices = [expand([*words, *side.overrides], config_dir, sweep=sweep) for side in sides]
+        cells = pair_cells(*matrices)
+        folder = ab_folder(matrices[1].config.results.dir)
+        folders = [side_folder(folder, side.label, matrix) for side, matrix in zip(sides, matrices, strict=True)]
+        config = matrices[1].config
+        config = matrices[1].config
+        _announce(cells, sides, console)
+        processes = [
+            stack.enter_context(SideProcess(side, folder.name, where))
+            for side, where in zip(sides, folders, strict=True)
+        ]
+        for process, position in zip(processes, (0, 1), strict=True):
+            process.hello([pair[position] for pair in cells.values()])
+        bench = Bench(
+            base=processes[0],
+            head=processes[1],
+            base_folder=folders[0],
+            head_folder=folders[1],
+            seed=config.measure.shuffle_seed,
+            residency=config.gate.residency,
+            note=lambda line: _say(console, line),
+        )
+        confirmed = confirm(bench, cells, config.gate, say=lambda line: _say(console, line))
+    comparison = decide_ab(folders, sides, confirmed, matrices[1])
+    return _finish(folder, comparison, confirmed, sides, console)
+
+
+def pair_cells(base: Matrix, head: Matrix) -> dict[str, tuple[Cell, Cell]]:
+    """Each head cell with the base's of the same name; a single cell on both sides is paired whatever it is called.
+
+    Raises ``ValueError`` naming cells that only one side has, and when nothing can run.
+    """
+    found = []
+    for matrix in (base, head):
+        runnable, refused = ask_engines(matrix.cells)
+        if not runnable:
+            reasons = [reason for _, reason in (*matrix.skipped, *refused)]
+            raise ValueError(f"no cell of suite {matrix.suite} can run here: {'; '.join(dict.fromkeys(reasons))}")
+        found.append({cell.name: cell for cell in runnable})
+    ours, theirs = found
+    if len(ours) == len(theirs) == 1:
+        (one,), (other,) = ours.values(), theirs.values()
+        return {other.name: (one, other)}
+    lonely = sorted(set(ours) ^ set(theirs))
+    if lonely:
+        raise ValueError(f"only one side has {', '.join(lonely)}: an A/B needs the same cells on both")
+    return {name: (ours[name], theirs[name]) for name in theirs}
+
+
+def ab_folder(results_dir: str | Path) -> Path:
+    """A new folder ``<results.dir>/ab/<run>``."""
+    folder = Path(results_dir) / "ab" / new_run_name()
+    folder.mkdir(parents=True)
+    return folder
+
+
+def side_folder(parent: Path, label: str, matrix: Matrix) -> RunFolder:
+    """A run folder for one side's records, with a plan, so that every reading verb takes it."""
+    folder = RunFolder(parent / label)
+    folder.path.mkdir()
+    folder.records_dir.mkdir()
+    plan = Plan(
+        run=f"{parent.name}-{label}",
+        suite=matrix.suite,
+        overrides=list(matrix.overrides),
+        cells={cell.name: cell for cell in matrix.cells},
+        repeats={},
+        order=[],
+        gate=matrix.config.gate,
+        baseline=None,
+        budget_seconds=None,
+    )
+    plan.save(folder.plan_path)
+    return folder
+
+
+def decide_ab(folders: Sequence[RunFolder], sides: Sequence[Side], confirmed: Confirmed, matrix: Matrix) -> Comparison:
+    """Speed by the pairs, everything else by comparing the head's records with the base's."""
+    base, head = (folder.records() for folder in folders)
+    names = set(confirmed.pairs)
+    stored = baseline_of_run(folders[0], _renamed(base, names)) if base else None
+    source = f"{sides[0].ref}{f' ({sides[0].commit[:12]})' if sides[0].commit else ''}, measured next to it"
+    return compare(
+        head,
+        Baseline(source, stored.sessions) if stored is not None else None,
+        [cell.to_dict() | {"cell_id": cell.cell_id} for cell in matrix.cells if cell.name in names],
+        matrix.config.gate,
+        suite=matrix.suite,
+        run=folders[1].path.parent.name,
+        confirmed=confirmed.metrics(),
+    )
+
+
+def _renamed(records: list, names: set[str]) -> list:  # type: ignore[type-arg]
+    """The base's records under the head's cell name, where a single cell is called differently there."""
+    if len(names) == 1 and records and records[0]["cell"]["name"] not in names:
+        (name,) = names
+        return [{**record, "cell": {**record["cell"], "name": name}} for record in records]
+    return records
+
+
+def _announce(cells: dict[str, tuple[Cell, Cell]], sides: Sequence[Side], console: Console) -> None:
+    said = f"base {sides[0].ref}, head {sides[1].ref}: {len(cells)} cell{'s' * (len(cells) != 1)}"
+    _say(console, f"{said}, {estimate([head for _, head in cells.values()])}")
+
+
+def estimate(cells: Sequence[Cell]) -> str:
+    """What confirming these cells takes, in words."""
+    rule, turns = confirm_rule(cells[0], cells[0].config.gate), by_turns(cells[0])
+    residency = cells[0].config.gate.residency
+    each = residency + LAUNCH_SECONDS if turns else 3 * LAUNCH_SECONDS
+    low, high = (duration(each * count * len(cells)) for count in rule.looks)
+    what = f"residencies of {residency:g} s, taking turns" if turns else "pairs of launches"
+    return f"{rule.looks[0]} to {rule.looks[1]} {what}: about {low} to {high}"
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(Text(line), soft_wrap=True)
+
+
+def _finish(folder: Path, comparison: Comparison, confirmed: Confirmed, sides: Sequence[Side], console: Console) -> int:
+    print_comparison(comparison, console=console)
+    _say(console, f"both sides' records, pairs.json, verdict.json: {folder}")
+    summary = render(comparison)
+    write_text(folder / "summary.md", summary)
+    step_summary = os.environ.get("GITHUB_STEP_SUMMARY")
+    if step_summary:
+        append_step_summary(step_summary, summary)
+    described = {side.label: {"ref": side.ref, "commit": side.commit, "python": side.python} for side in sides}
+    write_json(folder / "pairs.json", {"schema_version": 1, **described, "cells": confirmed.to_json()})
+    write_json(folder / "verdict.json", comparison.to_json())
+    return comparison.exit_code
