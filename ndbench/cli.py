@@ -10,47 +10,34 @@ import argparse
 import contextlib
 import json
 import os
-import select
 import signal
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ndbench.arguments import DEFAULT_VERB, UsageError, help_text, parse, parser, split_verb
+from ndbench.failures import USAGE, Terminated, exit_of, say, sigterm_raises
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from rich.console import Console
 
     from ndbench.compare.result import Comparison
 
-USAGE, INTERNAL, INTERRUPTED, TERMINATED, OUTPUT_CLOSED = 2, 70, 130, 143, 141
 WIDTH = 100
 """Columns of a table where there is no terminal to ask."""
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived. Not an Exception, so that nothing on the way swallows it; ``finally`` blocks run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Never raises, and never ends the process by itself."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    with _sigterm_raises():
+    with sigterm_raises():
         try:
             code = _dispatch(arguments)
             sys.stdout.flush()
             return code
-        except KeyboardInterrupt:
-            return _say("interrupted", INTERRUPTED)
-        except Terminated:
-            return _say("terminated", TERMINATED)
-        except Exception as error:
-            return _failed(error, arguments)
+        except (Exception, KeyboardInterrupt, Terminated) as error:
+            return exit_of(error, arguments)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -98,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
             raise KeyboardInterrupt from error
         if error.signum == signal.SIGTERM:
             raise Terminated from error
-        return _say(f"ended by {signal.Signals(error.signum).name}", 128 + error.signum)
+        return say(f"ended by {signal.Signals(error.signum).name}", 128 + error.signum)
 
 
 def _resume_from(args: argparse.Namespace) -> Path:
@@ -323,65 +310,3 @@ def _console() -> Console:
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=1, allow_nan=False, default=str))
-
-
-@contextlib.contextmanager
-def _sigterm_raises() -> Any:
-    """SIGTERM unwinds the stack like Ctrl-C does, so that ranks are ended and locks given back."""
-
-    def raise_terminated(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise Terminated
-
-    try:
-        before = signal.signal(signal.SIGTERM, raise_terminated)
-    except ValueError:  # not the main thread: whoever started us there has its own handlers
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _failed(error: Exception, arguments: Sequence[str]) -> int:
-    if isinstance(error, BrokenPipeError) and _output_closed():
-        # what is still buffered goes nowhere, and must not fail a second time when Python ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OUTPUT_CLOSED
-    debug = "--debug" in arguments
-    if debug:
-        traceback.print_exception(error, file=sys.stderr)
-    if _is_usage(error):
-        return _say(str(error), USAGE)
-    told = " ".join(f"{type(error).__name__}: {error}".split())
-    if debug:
-        return _say(f"internal error: {told}", INTERNAL)
-    return _say(f"internal error: {told} (traceback in {_save(error, arguments)})", INTERNAL)
-
-
-def _is_usage(error: Exception) -> bool:
-    """Whether the user can mend it: the system refused a file, or code of ours raised a ``ValueError`` on purpose."""
-    if isinstance(error, OSError):
-        return True
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
-    return isinstance(error, ValueError) and ours and "raise" in (frames[-1].line or "raise")
-
-
-def _save(error: Exception, arguments: Sequence[str]) -> str:
-    handle, path = tempfile.mkstemp(prefix="ndbench-error-", suffix=".txt")
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        stream.write(f"ndbench {' '.join(arguments)}\nPython {sys.version}\n\n")
-        stream.writelines(traceback.format_exception(error))
-    return path
-
-
-def _output_closed() -> bool:
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-
-
-def _say(message: str, code: int) -> int:
-    print(f"ndbench: {message}", file=sys.stderr)
-    return code

@@ -188,7 +188,7 @@ def test_only_what_was_raised_for_the_user_is_a_usage_error(
         "def refuse(*_, **__):\n    raise ValueError('tp 3 is too much')\n\n\ndef slip(*_, **__):\n    int('x')\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "package")
-    monkeypatch.setattr("ndbench.cli.__file__", str(tmp_path / "package" / "cli.py"))
+    monkeypatch.setattr("ndbench.failures.__file__", str(tmp_path / "package" / "cli.py"))
     room = importlib.import_module("room")
     for function, code in ((room.refuse, 2), (room.slip, 70)):
         monkeypatch.setattr("ndbench.matrix.expand.expand", function)

@@ -115,10 +115,11 @@ def test_every_version_that_was_tested_is_named_exactly() -> None:
     assert pinned["torch"] == "2.13.0"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for requirement in [*project["dependencies"], *extras["test"], *extras["wandb"]]:
+    for requirement in [*project["dependencies"], *(entry for extra in extras.values() for entry in extra)]:
         name = re.match(r"[A-Za-z0-9-]+", requirement)
         assert name is not None
-        assert name[0].lower() in pinned, f"{requirement} has no tested version in constraints.txt"
+        if name[0] != project["name"]:  # an extra of our own: checked where it is defined
+            assert name[0].lower() in pinned, f"{requirement} has no tested version in constraints.txt"
 
 
 OFFLINE = """

@@ -1,0 +1,93 @@
+"""From whatever ends a command to one readable line on stderr and an exit code.
+
+The user's mistakes are 2, ours 70 with the traceback kept; signals unwind the stack first, so that ranks are ended and
+locks given back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+USAGE, INTERNAL, INTERRUPTED, TERMINATED, OUTPUT_CLOSED = 2, 70, 130, 143, 141
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived. Not an Exception, so that nothing on the way swallows it; ``finally`` blocks run."""
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """SIGTERM unwinds the stack like Ctrl-C does."""
+
+    def raise_terminated(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, raise_terminated)
+    except ValueError:  # not the main thread: whoever started us there has its own handlers
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def exit_of(error: BaseException, arguments: Sequence[str]) -> int:
+    """Say what ended the command, and return its exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        return say("interrupted", INTERRUPTED)
+    if isinstance(error, Terminated):
+        return say("terminated", TERMINATED)
+    if isinstance(error, BrokenPipeError) and _output_closed():
+        # what is still buffered goes nowhere, and must not fail a second time when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OUTPUT_CLOSED
+    debug = "--debug" in arguments
+    if debug:
+        traceback.print_exception(error, file=sys.stderr)
+    if _is_usage(error):
+        return say(str(error), USAGE)
+    told = " ".join(f"{type(error).__name__}: {error}".split())
+    where = "" if debug else f" (traceback in {_save(error, arguments)})"
+    return say(f"internal error: {told}{where}", INTERNAL)
+
+
+def say(message: str, code: int) -> int:
+    sys.stderr.write(f"ndbench: {message}\n")
+    return code
+
+
+def _is_usage(error: BaseException) -> bool:
+    """Whether the user can mend it: the system refused a file, or code of ours raised a ``ValueError`` on purpose."""
+    if isinstance(error, OSError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
+    return isinstance(error, ValueError) and ours and "raise" in (frames[-1].line or "raise")
+
+
+def _save(error: BaseException, arguments: Sequence[str]) -> str:
+    handle, path = tempfile.mkstemp(prefix="ndbench-error-", suffix=".txt")
+    with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        stream.write(f"ndbench {' '.join(arguments)}\nPython {sys.version}\n\n")
+        stream.writelines(traceback.format_exception(error))
+    return path
+
+
+def _output_closed() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
