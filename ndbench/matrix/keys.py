@@ -19,6 +19,7 @@ from ndbench.matrix.sources import GROUPS, close_to
 VALUES: dict[str, tuple[str, ...]] = {
     "training.precision": ("fp32", "bf16", "fp8"),
     "training.optimizer": ("adamw", "sgd"),
+    "training.schedule": ("constant", "linear", "cosine", "wsd"),
     "training.activation_checkpointing": ("none", "full", "selective"),
     "data.name": ("markov", "source", "text"),
     "gate.mode": ("auto", "require", "off"),
@@ -36,6 +37,9 @@ LEAST: dict[str, float] = {
     "training.sequence_length": 2,
     "training.loss_chunk_size": 1,
     "training.learning_rate": 0,
+    "training.warmup_steps": 0,
+    "training.decay_steps": 0,
+    "training.min_learning_rate_ratio": 0,
     "measure.repeats": 1,
     "measure.warmup": 0,
     "measure.handicap": 0,
@@ -56,7 +60,7 @@ LEAST: dict[str, float] = {
 }
 """Keys whose numbers have a least value."""
 
-MOST: dict[str, float] = {"data.valid_fraction": 1, "gate.alpha": 0.5}
+MOST: dict[str, float] = {"data.valid_fraction": 1, "training.min_learning_rate_ratio": 1, "gate.alpha": 0.5}
 
 
 @cache
