@@ -7,6 +7,7 @@ locks given back.
 from __future__ import annotations
 
 import contextlib
+import dis
 import os
 import select
 import signal
@@ -74,9 +75,15 @@ def _is_usage(error: BaseException) -> bool:
     """Whether the user can mend it: the system refused a file, or code of ours raised a ``ValueError`` on purpose."""
     if isinstance(error, OSError):
         return True
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
-    return isinstance(error, ValueError) and ours and "raise" in (frames[-1].line or "raise")
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or not isinstance(error, ValueError):
+        return False
+    code = last.tb_frame.f_code
+    ours = Path(code.co_filename).is_relative_to(Path(__file__).parent)
+    # int("x") in a line of ours is a slip of ours, not a message for the user
+    return ours and dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _save(error: BaseException, arguments: Sequence[str]) -> str:

@@ -185,7 +185,17 @@ def test_only_what_was_raised_for_the_user_is_a_usage_error(
 ) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "room.py").write_text(
-        "def refuse(*_, **__):\n    raise ValueError('tp 3 is too much')\n\n\ndef slip(*_, **__):\n    int('x')\n"
+        "def refuse(*_, **__):\n"
+        "    try:\n"
+        "        with open(__file__):\n"
+        "            raise ValueError(\n"
+        "                'tp 3 is too much'\n"
+        "            ) from None\n"
+        "    finally:\n"
+        "        str(3)\n"
+        "\n"
+        "def slip(*_, **__):\n"
+        "    int('raise')\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "package")
     monkeypatch.setattr("ndbench.failures.__file__", str(tmp_path / "package" / "cli.py"))
