@@ -34,8 +34,8 @@ def recorded(case: Case, stray: str | None = None) -> dict[str, Any]:
     return {"totals": totals(recorder.table()), "table": recorder.table()}
 
 
-def tracked_peak(case: Case) -> int:
-    """Peak bytes of live tensors in the second step: parameters, gradients, optimizer state, activations."""
+def tracked(case: Case) -> tuple[int, int]:
+    """Bytes of live tensors before the second step (parameters and optimizer state), and at most during it."""
     mesh = build_mesh(case.parallelism, "cpu")
     engine = BundledEngine()
     engine.build(case.model, case.training, mesh, torch.device("cpu"))
@@ -43,9 +43,10 @@ def tracked_peak(case: Case) -> int:
     data = batch(case, 1, mesh.batch_rank, mesh.batch_size)
     memory = TrackedMemory([engine, data])
     with memory:
+        before = memory.current
         engine.step(data)
     engine.close()
-    return memory.peak
+    return before, memory.peak
 
 
 def shapes(case: Case) -> tuple[LlamaShape, StepShape]:
