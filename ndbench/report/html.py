@@ -137,6 +137,13 @@ def save_pictures(
     return saved
 
 
+def overview_figures(comparison: Comparison, records: Sequence[Record], plan: Plan | None) -> dict[str, Figure]:
+    """The figures that compare cells, by kind and number."""
+    drawn: dict[str, Figure] = {}
+    _overview(page_facts.measured_cells(records, comparison, plan), drawn)
+    return drawn
+
+
 _TITLES = {
     "pareto": "Which layout: speed against memory",
     "scaling": "Scaling",

@@ -108,9 +108,14 @@ def read_baseline(
     """The baseline at ``source``; the default place when it is null, where an absent folder means "none yet".
 
     ``source`` is a folder (of one suite, of one session, of a run, or one that holds ``<hardware>/<suite>``), or
-    ``git:REF`` or ``git:REF:FOLDER``, which reads the default place (or FOLDER) as it was committed at REF. Raises
+    ``git:REF`` or ``git:REF:FOLDER``, which reads the default place (or FOLDER) as it was committed at REF, or
+    ``wandb:ENTITY/PROJECT/NAME:ALIAS``, an artifact that ``ndbench wandb push`` sent. Raises
     ``ValueError`` when a named source is absent, or any file in it is unreadable.
     """
+    if source is not None and str(source).startswith("wandb:"):
+        from ndbench.results.wandb_source import from_wandb
+
+        return from_wandb(str(source), hardware=hardware, suite=suite)
     default = baseline_folder(results_dir, hardware or "*", suite or "*")
     if source is not None and str(source).startswith("git:"):
         return _from_git(str(source), default, hardware, suite, Path(cwd))
@@ -118,7 +123,9 @@ def read_baseline(
     if not folder.is_dir():
         if source is None:
             return Baseline(str(folder))
-        raise ValueError(f"baseline {source} is not a folder (a folder or git:REF is expected)")
+        raise ValueError(
+            f"baseline {source} is not a folder (a folder, git:REF or wandb:ENTITY/PROJECT/NAME:ALIAS is expected)"
+        )
     if (folder / "plan.json").is_file():
         return baseline_of_run(RunFolder(folder))
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.json"))}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 
 from rich.console import Console
+from rich.text import Text
 
+from ndbench.compare.result import Comparison
 from ndbench.gate.confirm import confirm_suspects
 from ndbench.gate.stored import compare_run
 from ndbench.report.console import print_comparison
 from ndbench.report.markdown import append_step_summary, render
+from ndbench.report.tracker import track
 from ndbench.results.sessions import Baseline
 from ndbench.results.store import RunFolder, write_json, write_text
 from ndbench.run.plan import Plan
@@ -28,10 +31,22 @@ def finish(
     if stopped is not None:
         comparison.notes.append(stopped)
     print_comparison(comparison, plan=plan.to_dict(), run_folder=folder.path, console=console)
-    summary = render(comparison, plan=plan.to_dict(), run_folder=folder.path)
-    write_text(folder.summary_path, summary)
+    _write(plan, folder, comparison)
+    done, warning = track(folder, comparison, next(iter(plan.cells.values())).config.tracker)
+    if warning is not None:
+        comparison.notes.append(warning)
+    if warning or done:
+        console.print(Text(warning or done or "", style="yellow" if warning else ""), soft_wrap=True)
+    summary = _write(plan, folder, comparison)
     step_summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if step_summary:
         append_step_summary(step_summary, summary)
-    write_json(folder.verdict_path, comparison.to_json())
     return comparison.exit_code
+
+
+def _write(plan: Plan, folder: RunFolder, comparison: Comparison) -> str:
+    """The summary, and after it the verdict. Done before a tracker is asked, so that a hanging one loses neither."""
+    summary = render(comparison, plan=plan.to_dict(), run_folder=folder.path)
+    write_text(folder.summary_path, summary)
+    write_json(folder.verdict_path, comparison.to_json())
+    return summary
