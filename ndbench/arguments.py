@@ -165,6 +165,21 @@ VERBS: dict[str, Verb] = {
         "The verdict is the one the run ended with; 'ndbench compare RUN' decides anew.",
         (1, 1),
     ),
+    "wandb": Verb(
+        "send a stored run, or a baseline with its reasons, to Weights & Biases",
+        "ndbench wandb push RUN | FOLDER [flags]",
+        (
+            RESULTS_DIR,
+            Flag(("--project",), "the project (default: tracker.project of the run, else ndbench)", "NAME"),
+            Flag(("--entity",), "the user or team (default: tracker.entity of the run, else your own)", "NAME"),
+            Flag(("--offline",), "write files for 'wandb sync' and send nothing"),
+            Flag(("--timeout",), "seconds that sending may take (default 600)", "SECONDS", _count),
+        ),
+        "RUN as for 'ndbench report'; FOLDER is a baseline's folder, or HARDWARE/SUITE as 'ndbench baseline list' names\n"
+        "it. Sending again sends what is new and makes no duplicates. Without a key it is as with --offline.",
+        (2, 2),
+        ("push",),
+    ),
     "list": Verb(
         "what there is to choose from",
         "ndbench list models | suites | hardware | parallelism | engines",
@@ -180,6 +195,14 @@ VERBS: dict[str, Verb] = {
         "The yardstick is compared with the stored ones of this kind of machine: is this node slow? Exit code 3 when\n"
         "something must be mended before anything sound can be measured here.",
         (0, 0),
+    ),
+    "selftest": Verb(
+        "plant faults on this machine and check that the gate turns red for each",
+        "ndbench selftest [KEY=VALUE …]",
+        (JSON,),
+        "Slowdowns of 3, 10 and 30 %, a memory leak, doubled gradients, a loss shifted by 1e-3, a NaN, a missing\n"
+        "step, a missing cell, an extra all-gather, a wrong token count. Takes a few minutes. Exit code 1 when one\n"
+        "that must be caught was not; on a CPU 3 and 10 % are reported only.",
     ),
     "completion": Verb(
         "print the script that teaches your shell to complete ndbench commands",
@@ -241,7 +264,7 @@ def parse(verb: str, arguments: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"{verb}: {given} {', '.join(known.choices)}{close}")
     if len(words) < least or (most is not None and len(words) > most):
         raise UsageError(f"{verb}: {_words(len(words))} given; usage: {known.usage}")
-    if verb in ("run", "show", "ab"):
+    if verb in ("run", "show", "ab", "selftest"):
         for word in words:
             if not is_override(word):
                 hint = f"the verb comes first: ndbench {word} …" if word in VERBS else f"suite={word}, perhaps?"

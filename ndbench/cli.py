@@ -235,6 +235,22 @@ def _print_comparison(comparison: Comparison, plan: dict[str, Any] | None, folde
     print_comparison(comparison, plan=plan, run_folder=folder, console=_console())
 
 
+def _wandb(args: argparse.Namespace) -> int:
+    from ndbench.report.sending import send
+
+    print(
+        send(
+            args.words[1],
+            args.results_dir or Path("results"),
+            project=args.project,
+            entity=args.entity,
+            offline=args.offline,
+            timeout=args.timeout,
+        )
+    )
+    return 0
+
+
 def _list(args: argparse.Namespace) -> int:
     from ndbench.report.catalog import entries, print_entries
 
@@ -255,6 +271,25 @@ def _doctor(args: argparse.Namespace) -> int:
         as_json=args.json,
         yardstick=not args.quick,
     )
+
+
+def _selftest(args: argparse.Namespace) -> int:
+    import dataclasses
+
+    from ndbench.gate.selftest import run_selftest
+    from ndbench.report.selftest import print_selftest
+    from ndbench.run.outer_world import refuse_outer_world
+
+    refuse_outer_world(os.environ, args.argv)
+    console = _console()
+
+    def tell(line: str) -> None:
+        if not args.json:
+            console.print(line, markup=False, soft_wrap=True)
+
+    found = run_selftest(tell, tuple(args.words))
+    _print_json(dataclasses.asdict(found) | {"passed": found.passed}) if args.json else print_selftest(found, console)
+    return 0 if found.passed else 1
 
 
 def _completion(args: argparse.Namespace) -> int:
@@ -285,8 +320,10 @@ _VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "ab": _ab,
     "compare": _compare,
     "report": _report,
+    "wandb": _wandb,
     "list": _list,
     "doctor": _doctor,
+    "selftest": _selftest,
     "completion": _completion,
 }
 

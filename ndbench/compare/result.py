@@ -108,7 +108,7 @@ class Comparison:
     suite: str
     run: str
     mode: str
-    """``gate.mode``."""
+    """``gate.mode``, or ``ab`` for two sides measured next to each other, of which neither is a run to accept."""
     baseline: str | None
     """Where the baseline came from; null when there was none or it was not asked for."""
     sessions: int

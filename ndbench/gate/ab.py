@@ -5,6 +5,7 @@ Opens both sides, measures, and lets ``compare`` decide: speed by the pairs alon
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -130,7 +131,7 @@ def decide_ab(folders: Sequence[RunFolder], sides: Sequence[Side], confirmed: Co
     names = set(confirmed.pairs)
     stored = baseline_of_run(folders[0], _renamed(base, names)) if base else None
     source = f"{sides[0].ref}{f' ({sides[0].commit[:12]})' if sides[0].commit else ''}, measured next to it"
-    return compare(
+    comparison = compare(
         head,
         Baseline(source, stored.sessions) if stored is not None else None,
         [cell.to_dict() | {"cell_id": cell.cell_id} for cell in matrix.cells if cell.name in names],
@@ -139,6 +140,7 @@ def decide_ab(folders: Sequence[RunFolder], sides: Sequence[Side], confirmed: Co
         run=folders[1].path.parent.name,
         confirmed=confirmed.metrics(),
     )
+    return dataclasses.replace(comparison, mode="ab")
 
 
 def _renamed(records: list, names: set[str]) -> list:  # type: ignore[type-arg]

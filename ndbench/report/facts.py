@@ -231,14 +231,14 @@ def accept_command(comparison: Comparison, run_folder: str | Path | None = None)
     """The command that makes this run a reference, where that is a sensible next step; else null."""
     acceptable = [cell for cell in comparison.cells if cell.current is not None and cell.current.ok_repeats]
     wanted = ("no_baseline", "new", "improved", "incomparable", "inconclusive")
-    if comparison.mode == "off" or not any(cell.verdict in wanted for cell in acceptable):
+    if comparison.mode in ("off", "ab") or not any(cell.verdict in wanted for cell in acceptable):
         return None
     return f'ndbench baseline accept {run_argument(comparison, run_folder)} --reason "…"'
 
 
 def deliberate_command(comparison: Comparison, cell: CellVerdict, run_folder: str | Path | None = None) -> str | None:
     """The command that accepts a regressed or missing cell on purpose; null for any other."""
-    if cell.verdict not in ("regressed", "missing"):
+    if cell.verdict not in ("regressed", "missing") or comparison.mode == "ab":
         return None
     run = run_argument(comparison, run_folder)
     return f'ndbench baseline accept {run} --cells {shlex.quote(cell.name)} --reason "…"'
