@@ -72,16 +72,27 @@ FRESH = (1, 2)
 def completed(result: Any) -> Any:
     """Wait for the work that a ``c10d`` operator returned, and put work that is done in its place.
 
-    The real work's references to tensors are dropped with it.
+    The real work's references to tensors are dropped with it. The new one still has the operator's tensors as its
+    result, which DistributedDataParallel reads.
     """
-    from torch._C._distributed_c10d import FakeWork, Work
+    from torch._C._distributed_c10d import FakeWork, Work, _create_work_from_future
 
-    if isinstance(result, tuple):
-        return tuple(completed(item) for item in result)
-    if not isinstance(result, torch.ScriptObject):
+    if isinstance(result, torch.ScriptObject):
+        Work.unbox(result).wait()
+        return FakeWork().boxed()
+    if not isinstance(result, tuple):
         return result
-    Work.unbox(result).wait()
-    return FakeWork().boxed()
+    tensors = next((item for item in result if isinstance(item, list)), None)
+    items = []
+    for item in result:
+        if isinstance(item, torch.ScriptObject) and tensors is not None:
+            Work.unbox(item).wait()
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            future.set_result(tensors)
+            items.append(_create_work_from_future(future).boxed())
+        else:
+            items.append(completed(item))
+    return tuple(items)
 
 
 def wait_for_functional(tensor: torch.Tensor) -> None:

@@ -43,3 +43,13 @@ def test_a_plain_tensor_is_no_dtensor() -> None:
 
     assert private.is_dtensor(DTensor)
     assert not private.is_dtensor(torch.Tensor)
+
+
+def test_a_finished_work_still_has_the_operators_tensors_as_its_result() -> None:
+    """DistributedDataParallel reads the result of its all-reduce; without it an instrumented backward fails."""
+    from torch._C._distributed_c10d import FakeWork, Work
+
+    tensors = [torch.ones(2)]
+    kept, work = private.completed((tensors, FakeWork().boxed()))
+    assert kept is tensors
+    assert Work.unbox(work).get_future().value() is tensors or Work.unbox(work).get_future().value()[0] is tensors[0]
