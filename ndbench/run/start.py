@@ -11,6 +11,7 @@ from rich.text import Text
 from ndbench.config import Cell
 from ndbench.engines.protocol import load_engine
 from ndbench.matrix.expand import Matrix
+from ndbench.report.tracker import check as check_tracker
 from ndbench.run.plan import Plan, interleave, new_run_name
 
 NOTHING_TO_RUN = 3
@@ -24,6 +25,7 @@ def run_matrix(matrix: Matrix, *, max_failures: int | None, console: Console) ->
     Raises ``ValueError`` before any process starts for what the user must change.
     """
     budget = budget_seconds(matrix.config.measure.budget)
+    check_tracker(matrix.config.tracker)
     runnable, refused = ask_engines(matrix.cells)
     if not runnable and len(refused) == 1 and not matrix.skipped:
         raise ValueError(f"{refused[0][0].name}: {refused[0][1]}")
