@@ -10,7 +10,7 @@ import base64
 import gzip
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from ndbench.compare.result import Comparison
 from ndbench.report import facts, figures, figures_cells, figures_layouts, page_facts
 from ndbench.report.facts import Plan
 from ndbench.report.figures import Figure, Measured
+from ndbench.report.tracker import known_secrets
+from ndbench.report.wandb_runs import without_secrets
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline
 from ndbench.results.store import write_text
@@ -71,6 +73,7 @@ def render(
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
+        finalize=_without_secrets(markupsafe.Markup),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
@@ -185,6 +188,14 @@ def _measure_command(plan: Plan | None) -> str | None:
 
     overrides: Mapping[str, Any] = plan or {}
     return shlex.join(["ndbench", *overrides["overrides"]]) if overrides.get("overrides") else None
+
+
+def _without_secrets(trusted: type[str]) -> Callable[[Any], Any]:
+    """For all text that is printed: no key of a command line or a log reaches the page."""
+    hide = known_secrets()
+    return lambda value: (
+        without_secrets(value, hide) if type(value) is str and not isinstance(value, trusted) else value
+    )
 
 
 def _packed(text: str) -> str:

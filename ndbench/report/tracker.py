@@ -79,9 +79,9 @@ def _push(job: dict[str, Any], tracker: TrackerConfig) -> str:
     mode = tracker.mode
     if mode == "auto":
         asked = os.environ.get("WANDB_MODE")
-        mode = asked if asked in ("online", "offline") else ("online" if _secrets() else "offline")
+        mode = asked if asked in ("online", "offline") else ("online" if known_secrets() else "offline")
     job |= {"mode": mode, "project": tracker.project, "entity": tracker.entity, "tags": list(tracker.tags)}
-    answer = _call(job | {"hide": _secrets()}, tracker.timeout, online=mode == "online", scratch=Path(job["home"]))
+    answer = _call(job | {"hide": known_secrets()}, tracker.timeout, online=mode == "online", scratch=Path(job["home"]))
     folder = Path(job["home"]) / "wandb"
     done = f"wandb: {answer['sent']} runs {'sent' if answer['online'] else 'written'}"
     if answer["unchanged"]:
@@ -130,7 +130,7 @@ def _call(job: dict[str, Any], timeout: float, *, online: bool, scratch: Path) -
         raise TrackerError(f"wandb did not finish within {timeout:g} s")
     answer: dict[str, Any] = json.loads(text) if text else {"error": f"wandb's process died: {last}"}
     if "error" in answer:
-        raise TrackerError(without_secrets(f"wandb: {answer['error']}", _secrets()))
+        raise TrackerError(without_secrets(f"wandb: {answer['error']}", known_secrets()))
     return answer
 
 
@@ -156,7 +156,7 @@ def _converse(process: subprocess.Popen[bytes], job: bytes, answers: Any, timeou
             return found.decode()
 
 
-def _secrets() -> list[str]:
+def known_secrets() -> list[str]:
     """The keys wandb would use here: from the environment, or from ``~/.netrc``."""
     found = [os.environ.get("WANDB_API_KEY", "")]
     host = urlparse(os.environ.get("WANDB_BASE_URL", PUBLIC_SERVER)).hostname or ""

@@ -76,7 +76,8 @@ class _Sender:
         ) as live:
             # a run that was begun before has its first rows already: wandb counts them
             begun = live.step if self.online and live.resumed else 0
-            same = begun and live.summary.get("ndbench.digest") == run.digest
+            summary: Any = live.summary
+            same = begun and summary.get("ndbench.digest") == run.digest
             live.define_metric(STEP)
             live.define_metric("train/*", step_metric=STEP)
             for index, row in enumerate(run.history[begun:], start=begun):

@@ -187,7 +187,12 @@ def baseline_run(
             values = [value for r in records if (value := r["metrics"].get(metric, {}).get("value")) is not None]
             if values:
                 summary[f"{name}.{metric}"] = sum(values) / len(values)
-    config = {"session": session.session, "accepted": session.accepted, "by": session.by, "commit": session.commit}
+    config: dict[str, Any] = {
+        "session": session.session,
+        "accepted": session.accepted,
+        "by": session.by,
+        "commit": session.commit,
+    }
     config |= {"dirty": session.dirty, "hardware": hardware, "suite": suite, "cells": sorted(session.cells)}
     return TrackedRun(
         id=stable_id("baseline", hardware, suite, session.session),
