@@ -97,7 +97,7 @@ def axes(x: str, y: str) -> dict[str, Any]:
         "xaxis": axis_of(x),
         "yaxis": axis_of(y),
         "margin": {"l": 70, "r": 16, "t": 28, "b": 48},
-        "legend": {"orientation": "h", "y": -0.22, "yanchor": "top"},
+        "legend": {"orientation": "h", "y": -0.22, "yanchor": "top", "maxheight": 90},
         "hovermode": "closest",
         "height": 380,
     }

@@ -227,7 +227,9 @@ def _what(metric: MetricVerdict) -> str:
     name = METRIC_NAMES.get(metric.metric, metric.metric)
     if metric.metric == "outcome":
         return facts.printable(metric.reason)
-    return name if metric.change is None else f"{name} {metric.change:+.1%}"
+    if metric.change is None or metric.metric in ("loss", "grad_norm", "structure"):
+        return f"{name}: {facts.printable(metric.reason)}"
+    return f"{name} {metric.change:+.1%}"
 
 
 def _surely(metric: MetricVerdict) -> str:

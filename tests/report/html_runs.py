@@ -10,7 +10,7 @@ from ndbench.report import html
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline
 from tests.compare.helpers import baseline_of, decide
-from tests.records import MIB, noisy, not_ok, plan_of, repeats
+from tests.records import MIB, a_cell, a_record, noisy, not_ok, plan_of, repeats
 
 HOSTILE = "<script>window.hacked=1</script>"
 LAYOUTS = ("ddp8", "fsdp8", "hsdp2x4", "fsdp4_tp2", "tp8")
@@ -24,7 +24,7 @@ def one_workload(records: list[Record]) -> list[Record]:
 
 
 def failing_head() -> list[Record]:
-    """A slower cell, one whose loss breaks off, one repeat alone, one that died with a hostile log, one hostile name."""
+    """A slower cell, a loss that breaks off, a repeat alone, a death with a hostile log, a hostile name."""
     rng = random.Random(1)
     broken: list[float | None] = [5.5 - 0.1 * step for step in range(12)]
     broken[4] = None
@@ -67,8 +67,6 @@ def large(cells: int = 500, count: int = 3, steps: int = 50) -> tuple[list[Recor
     rng = random.Random(0)
     head: list[Record] = []
     for index in range(cells):
-        from tests.records import a_cell, a_record
-
         cell = a_cell(f"{rng.choice(LAYOUTS)}_{index:03d}", steps=steps)
         cell.config.model.kwargs = {}
         cell.config.model.name = f"model_{index % 10}"
