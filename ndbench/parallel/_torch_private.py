@@ -37,6 +37,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Do both look at the same memory? Fake tensors, too, which have a storage but no address."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
 def functional() -> Any:
     """``all_reduce``, ``all_gather_into_tensor``, ``all_to_all_single``, ``wait_tensor``, ... by group name.
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ndbench.config import TrainingConfig
-from ndbench.parallel._torch_private import local_tensor
+from ndbench.parallel._torch_private import local_tensor, same_storage
 from ndbench.training.schedule import schedule_factors
 
 ELEMENTWISE = frozenset(
@@ -48,7 +48,7 @@ class ShardOptimizer:
         else:
             for local, parameter in zip(self._local, self.parameters, strict=True):
                 held = local_tensor(parameter.data)
-                assert local.data_ptr() == held.data_ptr(), "a parameter moved after the optimizer was made"
+                assert same_storage(local, held), "a parameter moved after the optimizer was made"
                 local.grad = None if parameter.grad is None else local_tensor(parameter.grad)
             self.optimizer.step()
             for local in self._local:
