@@ -22,6 +22,8 @@ from ndbench.gate.pairs import Bench, by_turns
 from ndbench.gate.refs import Side, open_side
 from ndbench.gate.sides import SideProcess
 from ndbench.matrix.expand import Matrix, expand
+from ndbench.report import junit
+from ndbench.report.annotations import annotate
 from ndbench.report.console import print_comparison
 from ndbench.report.markdown import append_step_summary, render
 from ndbench.report.progress import duration
@@ -178,6 +180,9 @@ def _finish(folder: Path, comparison: Comparison, confirmed: Confirmed, sides: S
     step_summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if step_summary:
         append_step_summary(step_summary, summary)
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        annotate(comparison)
+    write_text(folder / "junit.xml", junit.render(comparison))
     described = {side.label: {"ref": side.ref, "commit": side.commit, "python": side.python} for side in sides}
     write_json(folder / "pairs.json", {"schema_version": 1, **described, "cells": confirmed.to_json()})
     write_json(folder / "verdict.json", comparison.to_json())

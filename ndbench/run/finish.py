@@ -10,6 +10,8 @@ from rich.text import Text
 from ndbench.compare.result import Comparison
 from ndbench.gate.confirm import confirm_suspects
 from ndbench.gate.stored import compare_run
+from ndbench.report import junit
+from ndbench.report.annotations import annotate
 from ndbench.report.console import print_comparison
 from ndbench.report.markdown import append_step_summary, render
 from ndbench.report.tracker import track
@@ -41,6 +43,8 @@ def finish(
     step_summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if step_summary:
         append_step_summary(step_summary, summary)
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        annotate(comparison)
     return comparison.exit_code
 
 
@@ -48,5 +52,6 @@ def _write(plan: Plan, folder: RunFolder, comparison: Comparison) -> str:
     """The summary, and after it the verdict. Done before a tracker is asked, so that a hanging one loses neither."""
     summary = render(comparison, plan=plan.to_dict(), run_folder=folder.path)
     write_text(folder.summary_path, summary)
+    write_text(folder.path / "junit.xml", junit.render(comparison))
     write_json(folder.verdict_path, comparison.to_json())
     return summary
