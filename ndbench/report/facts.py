@@ -174,7 +174,9 @@ def _workload(cell: Mapping[str, Any] | None) -> str:
     """What must be equal for two cells' tokens/s to answer "which layout?"."""
     if cell is None:
         return ""
-    return json.dumps([cell.get(key) for key in ("model", "training", "data", "engine_config")], sort_keys=True)
+    # How a rank cuts its share into micro-batches follows from the layout; the work of a step is the same.
+    training = {key: value for key, value in (cell.get("training") or {}).items() if key != "micro_batch_size"}
+    return json.dumps([cell.get("model"), training, cell.get("data"), cell.get("engine_config")], sort_keys=True)
 
 
 def _workload_name(workload: str) -> str:
