@@ -106,6 +106,8 @@ def block_backward(
         )  # fmt: skip
     else:
         k, v = (_repeat_heads(x, q.shape[1]) for x in (k, v))
+        # This backward takes its output for dense in [b, s, h, d], whatever its strides say.
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         rows = lse_bhs.shape[2]
         lse = F.pad(lse_bhs, (0, -rows % LSE_MULTIPLE), value=float("inf"))
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
