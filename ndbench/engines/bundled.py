@@ -5,11 +5,15 @@ All numerics are in ``ndbench.parallel`` and ``ndbench.training``; this file onl
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ndbench.config import ModelConfig, TrainingConfig
 from ndbench.engines.protocol import Batch, StepResult
 from ndbench.parallel.config import CHECKPOINTING_MODES, ParallelismConfig
+from ndbench.parallel.context import refuse_attention
 from ndbench.training.schedule import refuse_schedule
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ class BundledEngine:
         self.model: torch.nn.Module | None = None
         self._step: Step | None = None
         self._facts: dict[str, Any] = {}
+        self._packed_kernel: str | None = None
 
     def refuse(self, cell: Cell) -> str | None:
         """Why this engine cannot run ``cell``, in one line; needs neither torch nor transformers."""
@@ -41,6 +46,8 @@ class BundledEngine:
         reasons = [
             *config.parallelism.refuse(config.model, config.training),
             *_refuse_training(config.training, config.model),
+            *_refuse_chunks(config.training, config.parallelism),
+            *_refuse_written_attention(config.model, config.parallelism),
         ]
         return "; ".join(reasons) or None
 
@@ -117,12 +124,19 @@ class BundledEngine:
             "loss_parallel": plan is not None and plan.head is not None,
         }
         if built.transformers:
-            self._facts["attention_kernel"] = attention_kernel(
-                device.type, dtype or torch.float32, mesh.config.cp_size, mesh.config.cp_method, window
+            # Whether documents are packed is known with the first batch; both answers are made ready here.
+            whole, self._packed_kernel = (
+                attention_kernel(
+                    device.type, dtype or torch.float32, mesh.config.cp_size, mesh.config.cp_method, masked=masked
+                )
+                for masked in (window, True)
             )
+            self._facts["attention_kernel"] = whole
 
     def step(self, batch: Batch) -> StepResult:
         assert self._step is not None, "setup comes first"
+        if batch.document_ids is not None and self._packed_kernel is not None:
+            self._facts["attention_kernel"] = self._packed_kernel
         return self._step(batch)
 
     def close(self) -> None:
@@ -153,16 +167,44 @@ def _refuse_training(training: TrainingConfig, model: ModelConfig) -> list[str]:
     return reasons + refuse_schedule(training)
 
 
-def plan_refusals(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
-    """What the model's own tensor-parallel plan does not allow, by name; builds the model on meta.
-
-    For the parent process before ranks start: imports torch and transformers, allocates nothing.
-    """
-    if parallelism.tp_size == 1:
+def _refuse_chunks(training: TrainingConfig, parallelism: ParallelismConfig) -> list[str]:
+    if training.loss_chunk_size is None or parallelism.tp_size == 1 or parallelism.loss_parallel:
         return []
-    from ndbench.training.models import build_model
+    return [
+        f"loss_chunk_size {training.loss_chunk_size} under tp {parallelism.tp_size} needs parallelism.loss_parallel: "
+        "a chunk's logits are never gathered"
+    ]
+
+
+def _refuse_written_attention(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
+    """What the configuration says in so many words; a class's own defaults are known to :func:`plan_refusals`."""
+    if model.target is not None:
+        return []
+    written: dict[str, Any] = {}
+    if model.path is not None:
+        file = Path(model.path) / "config.json"
+        if not file.is_file():
+            return [f"model.path {model.path} has no config.json"]
+        written = json.loads(file.read_text())
+    asked = SimpleNamespace(**{**written, **model.hf})
+    return refuse_attention(asked, parallelism.cp_size, parallelism.cp_method)
+
+
+def plan_refusals(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
+    """What the model's configuration class and its own tensor-parallel plan do not allow, by name.
+
+    For the parent process before ranks start: imports torch and transformers, allocates nothing. With tp it builds
+    the model on meta.
+    """
+    from ndbench.training.models import build_model, transformers_config
 
     try:
+        if model.target is None:
+            config = transformers_config(model)
+            if reasons := refuse_attention(config, parallelism.cp_size, parallelism.cp_method):
+                return reasons
+        if parallelism.tp_size == 1:
+            return []
         built = build_model(model)
     except ValueError as error:
         return [str(error)]

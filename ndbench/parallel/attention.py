@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ndbench.parallel import masks
-from ndbench.parallel.context import METHODS
+from ndbench.parallel.context import METHODS, refuse_attention
 from ndbench.parallel.kernels import block_kernel
 from ndbench.parallel.ring import RingPlan, ring_attention
 from ndbench.parallel.ulysses import ulysses_attention
@@ -22,7 +22,6 @@ from ndbench.parallel.ulysses import ulysses_attention
 ATTENTION_NAME = "ndbench"
 """Pass as ``attn_implementation``. It must stay out of transformers' mask registry: no mask is then built for us."""
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
 HARMLESS = frozenset(
     {
         "cache_position",
@@ -58,26 +57,6 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, ndbench_attention)
-
-
-def refuse_attention(config: Any, cp_size: int = 1, method: str = "ring") -> list[str]:
-    """What ``config`` (a transformers configuration) asks of attention that is not implemented; empty when all is.
-
-    For the parent process, before any rank starts: it reads attributes and needs no weights.
-    """
-    reasons = []
-    if dropout := getattr(config, "attention_dropout", None):
-        reasons.append(f"attention_dropout is {dropout}: attention with dropout is not implemented")
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    if softcap and cp_size > 1 and method == "ring":
-        what = f"attn_logit_softcapping is {softcap}"
-        reasons.append(f"{what}: not implemented under cp_method=ring (cp {cp_size}); ulysses has it")
-    if getattr(config, "use_bidirectional_attention", False):
-        reasons.append("use_bidirectional_attention is set: only causal attention is implemented")
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
-    if unknown:
-        reasons.append(f"layer types {', '.join(unknown)} are not implemented, only {', '.join(LAYER_TYPES)}")
-    return reasons
 
 
 def configure(model: torch.nn.Module, cp_group: dist.ProcessGroup | None = None, method: str = "ring") -> int:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 METHODS = ("ring", "ulysses")
 """``ring`` rotates keys and values from rank to rank; ``ulysses`` exchanges sequence shards for head shards."""
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Kinds of layers (transformers' ``layer_types``) that the attention function implements."""
 
 
 def sequence_chunks(sequence_length: int, cp_size: int, cp_rank: int, method: str) -> list[range]:
@@ -107,6 +110,26 @@ def refuse_context(
             f"ulysses splits attention heads over cp: {num_attention_heads} heads do not divide by {axes}; "
             "cp_method=ring has no such limit"
         )
+    return reasons
+
+
+def refuse_attention(config: Any, cp_size: int = 1, method: str = "ring") -> list[str]:
+    """What ``config`` (a transformers configuration) asks of attention that is not implemented; empty when all is.
+
+    For the parent process, before any rank starts: it reads attributes and needs no weights.
+    """
+    reasons = []
+    if dropout := getattr(config, "attention_dropout", None):
+        reasons.append(f"attention_dropout is {dropout}: attention with dropout is not implemented")
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap and cp_size > 1 and method == "ring":
+        what = f"attn_logit_softcapping is {softcap}"
+        reasons.append(f"{what}: not implemented under cp_method=ring (cp {cp_size}); ulysses has it")
+    if getattr(config, "use_bidirectional_attention", False):
+        reasons.append("use_bidirectional_attention is set: only causal attention is implemented")
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
+    if unknown:
+        reasons.append(f"layer types {', '.join(unknown)} are not implemented, only {', '.join(LAYER_TYPES)}")
     return reasons
 
 

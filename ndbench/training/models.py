@@ -60,6 +60,7 @@ def build_model(config: ModelConfig) -> BuiltModel:
 
 def transformers_config(config: ModelConfig) -> Any:
     """The transformers configuration of a model that is not a ``target``."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if config.path is not None:
@@ -69,7 +70,10 @@ def transformers_config(config: ModelConfig) -> Any:
     if config.model_type is None or config.model_type not in CONFIG_MAPPING:
         raise ValueError(f"model.model_type '{config.model_type}' is not known to transformers")
     fields = {name: getattr(config, name) for name in FIELDS if getattr(config, name) is not None}
-    made = CONFIG_MAPPING[config.model_type](**{**SPECIAL_TOKENS, **fields, **config.hf})
+    try:
+        made = CONFIG_MAPPING[config.model_type](**{**SPECIAL_TOKENS, **fields, **config.hf})
+    except StrictDataclassError as error:
+        raise ValueError(f"model type '{config.model_type}': {error.__cause__ or error}") from error
     one_window = getattr(made, "sliding_window", None) is not None and not getattr(made, "layer_types", None)
     if config.sliding_window is None and one_window and "sliding_window" not in config.hf:
         made.sliding_window = None  # no window asked for, where the class would have one by default

@@ -25,6 +25,8 @@ class Case:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     steps: int = 3
     documents: bool = False
+    boundaries: tuple[tuple[int, ...], ...] = ()
+    """Where documents begin in each sequence (in turn), the first token aside; empty draws them."""
     silent: int = 1
     """The first so many sequences of each global batch have no valid token."""
     weight_jitter: float = STD
@@ -112,6 +114,10 @@ def batch(case: Case, step: int, rank: int, ranks: int) -> Batch:
     documents = None
     if case.documents:
         starts_here = torch.rand(total, length, generator=generator) < 4 / length
+        if case.boundaries:
+            starts_here.zero_()
+            for index in range(total):
+                starts_here[index, list(case.boundaries[index % len(case.boundaries)])] = True
         starts_here[:, 0] = True
         documents = starts_here.cumsum(1)
         positions = positions - torch.where(starts_here, positions, 0).cummax(1).values

@@ -19,10 +19,10 @@ from tests.parity.ranks import Piece
 TOLERANCE = 1e-5
 
 
-def errors(case: Case, plant: Any = nullcontext) -> dict[str, tuple[float, str]]:
+def errors(case: Case, plant: Any = nullcontext, timeout: float = 120.0) -> dict[str, tuple[float, str]]:
     """Worst relative error of ``case`` against one process, by kind, with where it is."""
     expected = reference.train(case)
-    results = pool(case.parallelism.world_size).run(ranks.train, case, plant)
+    results = pool(case.parallelism.world_size).run(ranks.train, case, plant, timeout=timeout)
     worst = {}
     for kind in ("loss", "norm"):
         each = [
