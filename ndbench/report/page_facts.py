@@ -247,8 +247,7 @@ def _surely(metric: MetricVerdict) -> str:
         tolerance = metric.details.get("tolerance")
         return "outside the tolerance" + (f" of {said_bytes(tolerance)}" if tolerance is not None else "")
     if metric.metric in ("loss", "grad_norm"):
-        tier = metric.details.get("tier")
-        return "bitwise comparison" if tier == "bitwise" else "outside the tolerance of its tier"
+        return "outside the tolerance" if metric.details.get("tier") == "tolerance" else "exact: no statistics"
     return ""
 
 

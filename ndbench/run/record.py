@@ -9,6 +9,8 @@ from ndbench.config import Cell
 from ndbench.measure import flops as flop_counts
 from ndbench.measure.timing import slowest, steady_from, throughput
 from ndbench.parallel.mesh import rank_grid
+from ndbench.report.tracker import known_secrets
+from ndbench.report.wandb_runs import without_secrets
 from ndbench.results.schema import Record, metric, new_record, nonfinite_steps
 from ndbench.run.launch import LaunchResult
 from ndbench.run.task import RankReport
@@ -50,7 +52,7 @@ def build_record(
         end=end,
         outcome=outcome,
         reason=reason,
-        log_tail=result.log_tail,
+        log_tail=without_secrets(result.log_tail, known_secrets()),
         code=code,
         fingerprint=fingerprint,
         world={

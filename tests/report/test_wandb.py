@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ndbench.results.baseline import accept
 from ndbench.results.sessions import read_baseline
 from ndbench.results.store import RunFolder, write_json
 from tests.compare.helpers import baseline_of, decide
-from tests.records import not_ok, plan_of, repeats
+from tests.records import a_cell, not_ok, plan_of, repeats
 from tests.report.wandb_files import OfflineRun, read_all
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -274,7 +275,9 @@ def fake(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_failing_tracker_is_one_line_of_warning(run: Any, fake: Any, kind: str, said: str) -> None:
     folder, comparison = run
     fake(kind)
+    began = time.monotonic()
     done, warning = track(folder, comparison, TrackerConfig(name="wandb", timeout=4))
+    assert time.monotonic() - began < 20, "the time limit holds"
     assert done is None
     assert warning is not None
     assert said in warning
@@ -334,3 +337,16 @@ def test_a_tracker_that_makes_no_sense_is_refused(changes: dict[str, Any]) -> No
 def test_wandb_is_not_imported_by_the_process_that_measures(run: Any) -> None:
     code = "import sys, ndbench.run.finish, ndbench.report.tracker; sys.exit('wandb' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+def test_a_key_that_a_rank_prints_is_not_in_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ndbench.run.launch import LaunchResult
+    from ndbench.run.record import build_record
+
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    said = LaunchResult("failed", "exit code 1", log_tail=f"logging in with {KEY}\n")
+    parts: dict[str, Any] = {"hardware": {}, "software": {}, "informational": {}}
+    facts = {"cell_version": "v1", "code": {"commit": None, "dirty": None}, "fingerprint": parts}
+    moment = "2026-11-30T06:15:00+00:00"
+    record = build_record(cell=a_cell(), result=said, run=RUN, repeat=0, seed=0, start=moment, end=moment, **facts)
+    assert record["log_tail"] == "logging in with [hidden]\n"
