@@ -124,13 +124,23 @@ def _how_it_died(failure: Exception | None) -> tuple[int, str]:
 
 
 def ranks_of_this_process() -> list[psutil.Process]:
-    """Live processes forked for ranks, and what they started: everything below us but our own direct helpers."""
+    """Live processes started for ranks, and what they started: everything below us but our own direct helpers.
+
+    A fork server's ranks are its children; spawned ones are ours, known from multiprocessing's word for them.
+    """
     try:
         me = psutil.Process()
-        direct = {child.pid for child in me.children()}
-        return [child for child in me.children(recursive=True) if child.pid not in direct]
+        helpers = {child.pid for child in me.children() if not _is_spawned(child)}
+        return [child for child in me.children(recursive=True) if child.pid not in helpers]
     except psutil.Error:
         return []
+
+
+def _is_spawned(process: psutil.Process) -> bool:
+    try:
+        return "--multiprocessing-fork" in process.cmdline()
+    except psutil.Error:
+        return False
 
 
 class _Watchdog:
