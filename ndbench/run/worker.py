@@ -109,6 +109,9 @@ def _prepare_device(cell: Cell) -> torch.device:
     torch.set_num_threads(threads)
     if cell.config.hardware.device == "cpu":
         return torch.device("cpu")
+    if cell.config.training.deterministic:
+        # cuBLAS reads it when CUDA starts; without it deterministic matmuls are only warned about.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = torch.device(cell.config.hardware.device, int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     return device
