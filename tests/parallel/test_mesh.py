@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ndbench.parallel.config import ParallelismConfig
+from ndbench.parallel.mesh import rank_grid_text
 from tests.parallel.rank_tasks import mesh_facts, wrong_world
 from tests.parity.cases import all_layouts, layout
 from tests.parity.pool import pool
@@ -36,3 +43,9 @@ def test_a_mesh_is_made_once() -> None:
 
 def test_a_world_of_another_size_is_refused() -> None:
     assert "hsdp2x4 needs 8 ranks, the process group has 2" in pool(2).run(wrong_world)[0]
+
+
+@pytest.mark.parametrize("parallelism", [ParallelismConfig(2, 2, 1, 2), ParallelismConfig(1, 2, 2, 2)])
+def test_the_documentation_draws_the_grid_as_it_is(parallelism: ParallelismConfig) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
+    assert textwrap.indent(rank_grid_text(parallelism), "    ") in page
