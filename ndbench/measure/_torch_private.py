@@ -75,21 +75,22 @@ def completed(result: Any) -> Any:
     The real work's references to tensors are dropped with it. The new one still has the operator's tensors as its
     result, which DistributedDataParallel reads.
     """
-    from torch._C._distributed_c10d import FakeWork, Work, _create_work_from_future
+    from torch._C import _distributed_c10d as c10d
 
     if isinstance(result, torch.ScriptObject):
-        Work.unbox(result).wait()
-        return FakeWork().boxed()
+        c10d.Work.unbox(result).wait()
+        return c10d.FakeWork().boxed()
     if not isinstance(result, tuple):
         return result
     tensors = next((item for item in result if isinstance(item, list)), None)
     items = []
     for item in result:
         if isinstance(item, torch.ScriptObject) and tensors is not None:
-            Work.unbox(item).wait()
+            c10d.Work.unbox(item).wait()
             future: torch.futures.Future[Any] = torch.futures.Future()
             future.set_result(tensors)
-            items.append(_create_work_from_future(future).boxed())
+            done = c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+            items.append(done.boxed())
         else:
             items.append(completed(item))
     return tuple(items)

@@ -133,10 +133,13 @@ def _measured(cell: Cell, reports: list[RankReport]) -> dict[str, Any]:
     }
 
 
-def _slowest_yardstick(values: list[dict[str, float] | None]) -> dict[str, float] | None:
+def _slowest_yardstick(values: list[dict[str, float | None] | None]) -> dict[str, float] | None:
     """Each part's slowest rank; null when the ranks did not come that far."""
     present = [value for value in values if value is not None]
-    return {key: max(value[key] for value in present) for key in present[0]} if present else None
+    if not present:
+        return None
+    parts = {key: [time for value in present if (time := value[key]) is not None] for key in present[0]}
+    return {key: max(times) for key, times in parts.items() if times}
 
 
 def _metrics(

@@ -88,8 +88,8 @@ class RankReport:
     time_to_first_step: float | None = None
     memory: dict[str, int | None] | None = None
     structure: dict[str, Any] | None = None
-    yardstick_before: dict[str, float] | None = None
-    yardstick_after: dict[str, float] | None = None
+    yardstick_before: dict[str, float | None] | None = None
+    yardstick_after: dict[str, float | None] | None = None
     compile_seconds: float | None = None
     compile_cache: str = "off"
     engine: dict[str, Any] = field(default_factory=dict)

@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ndbench.config import Cell
 from ndbench.engines.protocol import Batch, Engine, StepResult, load_engine
 from ndbench.measure.attention_flops import attention_formulas
 from ndbench.measure.collectives import CollectiveRecorder
+from ndbench.measure.fingerprint import usable_cpus
 from ndbench.measure.memory import MemoryMeter, TrackedMemory
 from ndbench.measure.timing import Handicap, StepClock, burn
 from ndbench.measure.yardstick import run_yardstick
@@ -105,7 +107,7 @@ def measure(task: Task, rank: int, report: RankReport) -> None:
 
 
 def _prepare_device(cell: Cell) -> torch.device:
-    threads = cell.config.launcher.omp_num_threads or max(1, (os.cpu_count() or 1) // cell.world_size)
+    threads = cell.config.launcher.omp_num_threads or max(1, usable_cpus() // cell.world_size)
     torch.set_num_threads(threads)
     if cell.config.hardware.device == "cpu":
         return torch.device("cpu")
@@ -119,10 +121,10 @@ def _prepare_device(cell: Cell) -> torch.device:
 
 def _init_process_group(cell: Cell, rank: int, device: torch.device) -> None:
     # A prefix of its own: a user's script started by the command engine makes its default group on the same store.
-    store: dist.Store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "nccl",
-        store=dist.PrefixStore("ndbench", store),
+        store=PrefixStore("ndbench", store),
         rank=rank,
         world_size=cell.world_size,
         timeout=datetime.timedelta(seconds=cell.config.measure.timeout),
@@ -170,8 +172,11 @@ def _report_steps(report: RankReport, seconds: list[float], meter: MemoryMeter, 
     report.seconds = seconds
     report.memory = meter.reading()
     report.loss = finite_or_null([float(result.loss) for result in results])
-    norms = [result.grad_norm for result in results]
-    report.grad_norm = None if norms[0] is None else finite_or_null([float(norm) for norm in norms if norm is not None])
+    norms = [float(result.grad_norm) for result in results if result.grad_norm is not None]
+    if norms and len(norms) < len(results):
+        without = next(step for step, result in enumerate(results) if result.grad_norm is None)
+        raise RuntimeError(f"the engine gives no gradient norm at step {without}: give one at every step, or at none")
+    report.grad_norm = finite_or_null(norms) if norms else None
     report.tokens = [None if result.tokens is None else int(result.tokens) for result in results]
 
 

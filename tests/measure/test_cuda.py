@@ -67,14 +67,14 @@ def test_event_times_are_those_of_the_wall(work: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("seconds", [0.001, 0.02, 0.1])
 def test_a_burn_takes_the_time_it_was_given(seconds: float) -> None:
-    """To a seventh: the kernel counts cycles, and the clock moves with the load before."""
+    """To a seventh (the kernel counts cycles, the clock moves with the load), and a launch's half millisecond."""
     burn(0.02, "cuda")  # calibrates
     clock = StepClock("cuda")
     clock.start()
     for _ in range(5):
         burn(seconds, "cuda")
         clock.tick()
-    assert median(clock.seconds()) == pytest.approx(seconds, rel=0.15)
+    assert median(clock.seconds()) == pytest.approx(seconds, rel=0.15, abs=5e-4)
 
 
 @pytest.mark.parametrize("factor", [0.02, 0.5, 2.0])
