@@ -117,7 +117,8 @@ VERBS: dict[str, Verb] = {
             Flag(("--baseline",), "a folder or git:REF (default: the stored baseline of the run's machine)", "SOURCE"),
             JSON,
         ),
-        "RUN_A is the reference, RUN_B is judged. Exit codes as of 'ndbench run'.",
+        "RUN_A is the reference, RUN_B is judged. RUN_A may be a file of pytest-benchmark (speed only). Exit codes as of\n"
+        "'ndbench run'.",
         (1, 2),
     ),
     "ab": Verb(
@@ -155,6 +156,7 @@ VERBS: dict[str, Verb] = {
                 "FILE",
                 Path,
             ),
+            Flag(("--benchmark-json",), "write the step times in pytest-benchmark's format", "FILE", Path),
             Flag(("--png",), "write the figures that compare layouts into this folder", "DIR", Path),
             Flag(
                 ("--baseline",),

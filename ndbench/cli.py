@@ -180,7 +180,12 @@ def _compare(args: argparse.Namespace) -> int:
 
     results_dir = args.results_dir or Path("results")
     run = find_run(args.words[-1], results_dir)
-    if len(args.words) == 2:
+    if len(args.words) == 2 and Path(args.words[0]).is_file():
+        from ndbench.config import GateConfig
+        from ndbench.gate.foreign import comparison_with_file
+
+        comparison = comparison_with_file(run, Path(args.words[0]), GateConfig())
+    elif len(args.words) == 2:
         if args.baseline is not None:
             raise UsageError(f"compare: two runs and --baseline {args.baseline}: one of them is too much")
         comparison = compare_two(args.words[0], run, results_dir)
@@ -215,8 +220,14 @@ def _report(args: argparse.Namespace) -> int:
             run, comparison, html=args.html, png=args.png, results_dir=args.results_dir, source=args.baseline
         ):
             print(path)
+    if args.benchmark_json is not None:
+        from ndbench.results.pytest_benchmark import to_pytest_benchmark
+        from ndbench.results.store import write_json
+
+        write_json(args.benchmark_json, to_pytest_benchmark(run.records()))
+        print(args.benchmark_json)
     if args.markdown is None:
-        if args.html is None and args.png is None:
+        if args.html is None and args.png is None and args.benchmark_json is None:
             _print_comparison(comparison, plan, run.path)
         return 0
     from ndbench.report.markdown import render

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from ndbench.compare.comparability import is_accelerator
-from ndbench.compare.result import MetricVerdict
+from ndbench.compare.exits import SUMMARY_ORDER, exit_of
+from ndbench.compare.result import CellVerdict, Comparison, MetricVerdict, worst
+from ndbench.compare.summary import summarise
 from ndbench.compare.throughput import Timing, gate_rule, judge, log_step_time
 from ndbench.config import GateConfig
+from ndbench.results.pytest_benchmark import read_pytest_benchmark
 from ndbench.results.schema import Record
+from ndbench.results.store import RunFolder, read_json
 
 
 def compare_with_file(
@@ -35,3 +40,38 @@ def compare_with_file(
     for name in sorted(set(by_cell) - set(seconds)):
         found[name] = MetricVerdict("outcome", "new", "the file does not have this cell")
     return found
+
+
+def comparison_with_file(run: RunFolder, path: Path, gate: GateConfig) -> Comparison:
+    """The verdict on a run against a file of pytest-benchmark, in the form that every report takes.
+
+    Raises ``ValueError`` naming the file, or a benchmark in it, that cannot be read.
+    """
+    records = run.records()
+    found = compare_with_file(records, read_pytest_benchmark(read_json(path), str(path)), gate)
+    cells = [
+        CellVerdict(
+            name=name,
+            cell_id=None,
+            verdict=metric.verdict,
+            reasons=[metric.reason] if metric.verdict != "pass" else [],
+            metrics=[metric],
+            current=summarise([record for record in records if record["cell"]["name"] == name]),
+        )
+        for name, metric in found.items()
+    ]
+    code, reason = exit_of(cells, gate, True)
+    verdicts = {cell.verdict for cell in cells}
+    return Comparison(
+        suite=records[0]["suite"] if records else "",
+        run=run.path.name,
+        mode="ab",
+        baseline=str(path),
+        sessions=1,
+        newest_days=None,
+        cells=cells,
+        verdict=next((word for word in SUMMARY_ORDER if word in verdicts), worst(verdicts) or "invalid"),
+        exit_code=code,
+        exit_reason=reason,
+        notes=["only speed was compared: a file of pytest-benchmark holds nothing else"],
+    )

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from ndbench.cli import main
 from ndbench.config import GateConfig
 from ndbench.gate.foreign import compare_with_file
 from ndbench.results.pytest_benchmark import read_pytest_benchmark, to_pytest_benchmark
+from ndbench.results.store import RunFolder
 from tests.records import not_ok, repeats
 
 
@@ -62,3 +64,17 @@ def test_a_file_without_times_is_an_error_never_a_pass(document: Any, said: str)
 def test_nothing_to_export_is_said() -> None:
     with pytest.raises(ValueError, match="nothing to export"):
         to_pytest_benchmark([not_ok("failed")])
+
+
+def test_a_file_is_compared_and_written_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder.create(tmp_path, "20261130-061500-ab12cd")
+    for record in repeats("a"):
+        folder.write_record(record)
+    exported, reference = tmp_path / "out.json", tmp_path / "reference.json"
+    assert main(["report", str(folder.path), "--benchmark-json", str(exported)]) == 0
+    assert main(["compare", str(exported), str(folder.path)]) == 0
+    reference.write_text(json.dumps(to_pytest_benchmark([*repeats("a"), *repeats("gone")])))
+    assert main(["compare", str(reference), str(folder.path)]) == 3
+    assert "the file has this benchmark and the run does not" in " ".join(capsys.readouterr().out.split())
+    reference.write_text("{}")
+    assert main(["compare", str(reference), str(folder.path)]) == 2
