@@ -188,6 +188,7 @@ def _baseline(
 ) -> Baseline:
     """A baseline from the texts of its JSON files, by path below the folder with ``/`` between the parts."""
     folders = {str(PurePosixPath(name).parent) for name in texts if PurePosixPath(name).name == "session.json"}
+    _refuse_headless(texts, folders, source)
     below = f"{hardware}/{suite}/"
     if any(folder.startswith(below) for folder in folders):
         folders = {folder for folder in folders if folder.startswith(below)}
@@ -200,6 +201,15 @@ def _baseline(
         raise ValueError(f"baseline {source} holds no session.json: no session was ever accepted there")
     sessions = [_session(texts, folder, source) for folder in sorted(folders)]
     return Baseline(source, sorted(sessions, key=lambda session: (session.accepted, session.session)))
+
+
+def _refuse_headless(texts: Mapping[str, str], folders: set[str], source: str) -> None:
+    """A session whose ``session.json`` is gone would be no session, and its cells would pass for never measured."""
+    suites = {PurePosixPath("."), *(PurePosixPath(folder).parent for folder in folders)}
+    for name in sorted(texts):
+        folder = PurePosixPath(name).parent
+        if str(folder) not in folders and folder.name and folder.parent in suites:
+            raise UnreadableFile(f"cannot read {source}: {folder} holds {name} but no session.json")
 
 
 def _session(texts: Mapping[str, str], folder: str, source: str) -> Session:

@@ -343,3 +343,13 @@ def test_two_acceptances_at_once_lose_nothing(tmp_path: Path) -> None:
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0] * 6
     assert sorted(the_baseline(tmp_path).sessions[0].cells) == sorted(cells)
+
+
+def test_a_session_that_lost_its_manifest_is_an_error_and_never_no_baseline(tmp_path: Path) -> None:
+    folder = accepted(tmp_path)
+    (folder / "session.json").unlink()
+    with pytest.raises(UnreadableFile, match=r"20261101-120000-abcdef holds .*ddp8.json but no session.json"):
+        the_baseline(tmp_path)
+    accepted(tmp_path, 1)
+    with pytest.raises(UnreadableFile, match="no session.json"):
+        read_baseline(tmp_path / "baselines", hardware="cpu_x8", suite="hsdp_tp")
