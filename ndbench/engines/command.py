@@ -36,7 +36,7 @@ class CommandEngine:
 
     def refuse(self, cell: Cell) -> str | None:
         command = cell.config.engine.command
-        if not command:
+        if not command or not command.strip():
             return "engine=command needs engine.command='python my_script.py …'"
         try:
             words = shlex.split(command)

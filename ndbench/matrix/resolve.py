@@ -17,6 +17,7 @@ from typing import Any
 from ndbench.config import Cell, Config, ModelConfig
 from ndbench.engines.protocol import Engine, load_engine
 from ndbench.matrix.keys import LEAST, VALUES, get_value, set_value, typed
+from ndbench.measure import fingerprint
 
 CPU_RANKS = 8
 """Ranks on a CPU whose hardware file gives no count."""
@@ -131,8 +132,6 @@ def fill_world(config: Config) -> int:
         degrees = config.parallelism
         fixed = min(degrees.sizes.values()) >= 1 and degrees.world_size <= hardware.device_count
         config.world_size = degrees.world_size if fixed else hardware.device_count
-    if hardware.device == "cpu":
-        hardware.device_count = max(hardware.device_count, config.world_size)  # ranks are processes: there is no limit
     return config.world_size
 
 
@@ -143,6 +142,9 @@ def fill(config: Config, given: set[str]) -> list[str]:
     gpu = config.hardware.device != "cpu"
     if config.engine.target is not None and config.engine.name == "ndbench":
         config.engine.name = re.split(r"[.:]", config.engine.target)[-1]
+    steps, warmup = config.training.steps, config.measure.warmup
+    if warmup is not None and warmup >= steps:
+        raise ValueError(f"measure.warmup {warmup} leaves no timed step of training.steps {steps}")
     if config.measure.repeats is None:
         config.measure.repeats = 5 if gpu else 3
     if config.gate.min_effect is None:
@@ -150,7 +152,7 @@ def fill(config: Config, given: set[str]) -> list[str]:
     if config.gate.resolve is None:
         config.gate.resolve = 0.03 if gpu else 0.30
     if config.launcher.omp_num_threads is None:
-        config.launcher.omp_num_threads = max(1, _cores() // world_size)
+        config.launcher.omp_num_threads = max(1, fingerprint.usable_cpus() // world_size)
     try:
         config.parallelism = config.parallelism.resolved(world_size)
     except ValueError as error:
@@ -158,10 +160,6 @@ def fill(config: Config, given: set[str]) -> list[str]:
     if config.training.micro_batch_size is None:
         config.training.micro_batch_size = max(1, config.training.global_batch_size // config.parallelism.batch_size)
     return []
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _refusals_without_world(config: Config) -> list[str]:
@@ -194,7 +192,7 @@ def shortages(cell: Cell, here: bool) -> list[str]:
     assert hardware.device_count is not None, "filled"
     if gpu and here and visible(hardware.match) < min(world, hardware.device_count):
         return [f"needs {world} {hardware.name} devices, this machine shows {visible(hardware.match)}"]
-    if world > hardware.device_count:
+    if gpu and world > hardware.device_count:  # ranks on a CPU are processes: there is no limit
         return [f"needs {world} devices, {hardware.name} has {hardware.device_count}"]
     needed = memory_estimate(cell)
     if needed is None:

@@ -64,7 +64,7 @@ def _cpu_hardware(ranks: int) -> dict[str, Any]:
 
 def usable_cpus() -> int:
     """CPUs that this process may use: its affinity, and the container's quota (cgroup v2, then v1), rounded up."""
-    allowed = len(os.sched_getaffinity(0))
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     root = Path("/sys/fs/cgroup")
     try:
         if (root / "cpu.max").exists():

@@ -268,3 +268,24 @@ def test_an_engine_of_the_users_refuses_by_its_own_rules(tmp_path: Path, monkeyp
     assert cell.config.engine.name == "Mine"
     with pytest.raises(ValueError, match="only tp 1"):
         expand(["engine.target=my_engine_module:Mine", "parallelism=fsdp_tp", "hardware=cpu"])
+
+
+def test_a_warm_up_that_leaves_no_timed_step_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match="measure.warmup 5 leaves no timed step of training.steps 5"):
+        expand(["measure.warmup=5", "training.steps=5"])
+
+
+def test_a_blank_command_is_refused_like_none() -> None:
+    with pytest.raises(ValueError, match="needs engine.command"):
+        expand(["engine=command", "engine.command='  '", "world_size=1"])
+
+
+def test_threads_of_a_rank_are_those_the_container_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ndbench.measure.fingerprint.usable_cpus", lambda: 6)
+    (cell,) = expand(["world_size=2", "parallelism=fsdp"]).cells
+    assert cell.config.launcher.omp_num_threads == 3
+
+
+def test_cells_of_all_sizes_have_one_folder_of_baselines() -> None:
+    cells = expand(["world_size=4,16", "parallelism=fsdp"], sweep=True).cells
+    assert {cell.config.hardware.device_count for cell in cells} == {8}
