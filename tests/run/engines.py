@@ -18,8 +18,11 @@ from ndbench.parallel.mesh import Mesh
 class SmallEngine:
     """An embedding and a linear layer, gradients summed by hand; ``fault`` says what goes wrong, on which rank."""
 
-    def __init__(self, fault: str | None = None, at_step: int = 2, on_rank: int = 1, seconds: float = 0.0) -> None:
+    def __init__(
+        self, fault: str | None = None, at_step: int = 2, on_rank: int = 1, seconds: float = 0.0, norm_every: int = 1
+    ) -> None:
         self.fault, self.at_step, self.on_rank, self.seconds = fault, at_step, on_rank, seconds
+        self.norm_every = norm_every
         self.steps = 0
 
     def refuse(self, cell: Cell) -> str | None:
@@ -57,7 +60,7 @@ class SmallEngine:
         if now and self.fault == "disagree":
             mean = mean + 1e-6
         tokens = totals[1] + (7 if self.fault == "tokens" and self.steps > self.at_step else 0)
-        return StepResult(mean, norm, tokens)
+        return StepResult(mean, None if (self.steps - 1) % self.norm_every else norm, tokens)
 
     def _go_wrong(self) -> None:
         if self.fault == "killed":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -150,3 +151,19 @@ def test_ranks_die_with_the_run(tmp_path: Path) -> None:
         assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_ranks_are_found_and_ended_whatever_the_start_method(method: str) -> None:
+    rank = multiprocessing.get_context(method).Process(target=time.sleep, args=(60,), daemon=True)
+    rank.start()
+    assert rank.pid in {process.pid for process in launching.ranks_of_this_process()}
+    launching.kill_ranks()
+    rank.join(5)
+    assert rank.exitcode not in (None, 0)
+
+
+def test_a_gradient_norm_at_some_steps_only_is_refused(tmp_path: Path) -> None:
+    record, _ = run(make_cell(norm_every=2), tmp_path / "task")
+    assert record["outcome"] == "failed"
+    assert "no gradient norm at step 1" in record["reason"]
