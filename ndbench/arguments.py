@@ -117,8 +117,8 @@ VERBS: dict[str, Verb] = {
             Flag(("--baseline",), "a folder or git:REF (default: the stored baseline of the run's machine)", "SOURCE"),
             JSON,
         ),
-        "RUN_A is the reference, RUN_B is judged. RUN_A may be a file of pytest-benchmark (speed only). Exit codes as of\n"
-        "'ndbench run'.",
+        "RUN_A is the reference, RUN_B is judged. RUN_A may be a file of pytest-benchmark (speed only).\n"
+        "Exit codes as of 'ndbench run'.",
         (1, 2),
     ),
     "ab": Verb(
@@ -177,7 +177,7 @@ VERBS: dict[str, Verb] = {
             Flag(("--offline",), "write files for 'wandb sync' and send nothing"),
             Flag(("--timeout",), "seconds that sending may take (default 600)", "SECONDS", _count),
         ),
-        "RUN as for 'ndbench report'; FOLDER is a baseline's folder, or HARDWARE/SUITE as 'ndbench baseline list' names\n"
+        "RUN as for 'ndbench report'; FOLDER is a baseline's folder, or HARDWARE/SUITE as 'ndbench baseline list' has\n"
         "it. Sending again sends what is new and makes no duplicates. Without a key it is as with --offline.",
         (2, 2),
         ("push",),

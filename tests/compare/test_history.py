@@ -50,6 +50,16 @@ def test_single_outliers_are_clipped_and_raise_no_alarm() -> None:
     assert change_points(series) == []
 
 
+def test_outliers_do_not_hide_a_step_of_two_standard_deviations() -> None:
+    found = 0
+    for seed in range(20):
+        series = steps((0.0, 30), (0.02, 30), seed=seed)
+        for at in (4, 20, 37, 52):
+            series[at] += 0.3
+        found += any(abs(point.index - 30) <= 5 for point in change_points(series))
+    assert found >= 18
+
+
 def test_a_slope_of_small_steps_is_seen_in_the_whole_though_no_step_is() -> None:
     """A rolling comparison sees 0.3 % at a time, which is nothing; the history sees the sum."""
     rng = random.Random(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 from ndbench.cli import main
+from ndbench.compare.confirm import minimal_paired_effect
 from ndbench.compare.result import MetricVerdict
+from ndbench.compare.statistics import variance
 from ndbench.config import Cell, GateConfig
 from ndbench.gate.confirm import choose_base, confirm_suspects, find_suspects
 from ndbench.gate.loop import Confirmed, confirm, confirm_rule
@@ -57,6 +60,15 @@ def test_only_what_is_open_goes_on_to_the_second_look() -> None:
     found, _ = loop(["slow", "unclear"], made_up({"slow": 0.3, "unclear": 0.035}, sd=0.02))
     assert len(found.pairs["slow"]) == 6
     assert len(found.pairs["unclear"]) == 12
+
+
+def test_cells_that_were_let_go_still_count_in_the_correction_of_the_second_look() -> None:
+    found, _ = loop(["unclear", "b", "c"], made_up({"unclear": 0.035}, sd=0.02))
+    assert [len(found.pairs[name]) for name in ("unclear", "b", "c")] == [12, 6, 6]
+    wall = found.ratios("unclear", WALL)
+    error = math.sqrt(variance(wall) / 12)
+    least = found.decisions["unclear"][WALL].minimal_effect
+    assert least == pytest.approx(minimal_paired_effect(error, 12, 0.005 / (3 * 2)))
 
 
 def test_on_a_gpu_ten_and_twenty_pairs_decide_and_one_percent_counts() -> None:
