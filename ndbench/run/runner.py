@@ -7,6 +7,8 @@ A record is written as soon as its repeat has ended, so whatever ends the run lo
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import shlex
 import tempfile
 import time
@@ -46,6 +48,22 @@ def resume_run(run: str, results_dir: Path, *, max_failures: int | None, console
     return _execute(plan, folder, _read_baseline(plan, results_dir), max_failures, console)
 
 
+@contextlib.contextmanager
+def _alone_in(folder: RunFolder) -> Iterator[None]:
+    """One process at a time measures into a run; the folder itself is the lock. Raises ``ValueError`` when one does."""
+    handle = os.open(folder.path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"run {folder.path.name} is being measured by another process: wait for its end") from None
+        except OSError:
+            pass  # a file system without locks (Lustre as it is often mounted) must not stop a run
+        yield
+    finally:
+        os.close(handle)
+
+
 def _check_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,6 +86,13 @@ def _read_baseline(plan: Plan, results_dir: Path) -> Baseline | None:
 def _execute(
     plan: Plan, folder: RunFolder, baseline: Baseline | None, max_failures: int | None, console: Console
 ) -> int:
+    with _alone_in(folder):
+        stopped = _measure(plan, folder, max_failures, console)
+        return finish(plan, folder, baseline, console, stopped=stopped)
+
+
+def _measure(plan: Plan, folder: RunFolder, max_failures: int | None, console: Console) -> str | None:
+    """Every repeat of the plan that has no record yet; why it was not gone through to its end, if so."""
     done = {(record["cell"]["name"], record["repeat"]): record for record in folder.records()}
     first = next(iter(plan.cells.values()))
     launching.start_fork_server(
@@ -101,7 +126,7 @@ def _execute(
             progress.finished(record)
         if stopped is not None:
             progress.note(stopped)
-    return finish(plan, folder, baseline, console, stopped=stopped)
+    return stopped
 
 
 @contextlib.contextmanager

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ndbench.config import Cell, Config, GateConfig
-from ndbench.results.store import UnreadableFile
+from ndbench.results.store import RunFolder, UnreadableFile
 from ndbench.run.plan import Plan, interleave, new_run_name
+from ndbench.run.runner import resume_run
 
 
 def make_plan() -> Plan:
@@ -71,3 +75,17 @@ def test_a_damaged_plan_is_named(tmp_path: Path, damage: str) -> None:
 
 def test_two_runs_of_one_second_have_different_names() -> None:
     assert new_run_name() != new_run_name()
+
+
+def test_a_run_that_is_being_measured_is_not_resumed_beside_it(tmp_path: Path) -> None:
+    plan = make_plan()
+    folder = RunFolder.create(tmp_path, plan.run)
+    plan.save(folder.plan_path)
+    holder = os.open(folder.path, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(ValueError, match="run r is being measured by another process"):
+            resume_run(plan.run, tmp_path, max_failures=0, console=Console(quiet=True))
+    finally:
+        os.close(holder)
+    assert not list(folder.records_dir.iterdir())
