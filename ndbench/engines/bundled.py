@@ -51,6 +51,12 @@ class BundledEngine:
         ]
         return "; ".join(reasons) or None
 
+    def refuse_plan(self, cell: Cell) -> str | None:
+        """What only the model itself can tell (an unknown plan style, an unplanned module); imports transformers."""
+        if cell.parallelism.tp_size == 1 and cell.config.model.target is not None:
+            return None
+        return "; ".join(plan_refusals(cell.config.model, cell.parallelism)) or None
+
     def setup(self, cell: Cell, mesh: Mesh) -> None:
         """Build model and optimizer; raises ``ValueError`` naming what the model's own plan does not allow."""
         import torch

@@ -58,6 +58,8 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release what ``setup`` took. The process group is destroyed by the harness."""
 
+    # Optional: ``refuse_plan(cell) -> str | None``: refusals that need the model's code; asked when a run is about to
+    # start, not by ``show``.
     # Optional: ``model`` (an nn.Module) lets the harness name the module a collective is issued from.
     # Optional: ``info() -> dict[str, Any]`` adds facts to the record (attention kernel, graph breaks).
 

@@ -62,8 +62,11 @@ def ask_engines(cells: list[Cell]) -> tuple[list[Cell], list[tuple[Cell, str]]]:
     runnable: list[Cell] = []
     refused: list[tuple[Cell, str]] = []
     for cell in cells:
-        engine = cell.config.engine
-        reason = load_engine(engine.name, engine.target, **engine.options).refuse(cell)
+        named = cell.config.engine
+        engine = load_engine(named.name, named.target, **named.options)
+        reason = engine.refuse(cell)
+        if reason is None and hasattr(engine, "refuse_plan"):
+            reason = engine.refuse_plan(cell)
         if reason is None:
             runnable.append(cell)
         else:

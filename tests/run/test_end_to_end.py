@@ -268,3 +268,16 @@ def test_the_step_counter_can_be_read_while_it_is_written(tmp_path: Path) -> Non
     assert reader.get() == -1
     writer.set(41)
     assert reader.get() == 41
+
+
+@pytest.mark.timeout(120)
+def test_a_plan_style_that_the_engine_does_not_know_is_refused_by_name_before_any_rank_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ["+model.hf.num_local_experts=4", "+model.hf.num_experts_per_tok=2", "model.model_type=mixtral"]
+    words = ["run", "parallelism=tp", "world_size=2", "model=mistral_tiny", *shape, f"results.dir={tmp_path}"]
+    assert main(words) == 2
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1
+    assert "moe" in error or "packed" in error
+    assert not list(tmp_path.rglob("*.json"))
