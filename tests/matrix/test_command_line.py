@@ -271,12 +271,12 @@ def test_an_engine_of_the_users_refuses_by_its_own_rules(tmp_path: Path, monkeyp
 
 
 def test_a_warm_up_that_leaves_no_timed_step_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ValueError, match="measure.warmup 5 leaves no timed step of training.steps 5"):
+    with pytest.raises(ValueError, match=r"measure.warmup 5 leaves no timed step of training.steps 5"):
         expand(["measure.warmup=5", "training.steps=5"])
 
 
 def test_a_blank_command_is_refused_like_none() -> None:
-    with pytest.raises(ValueError, match="needs engine.command"):
+    with pytest.raises(ValueError, match=r"needs engine.command"):
         expand(["engine=command", "engine.command='  '", "world_size=1"])
 
 

@@ -351,5 +351,5 @@ def test_a_session_that_lost_its_manifest_is_an_error_and_never_no_baseline(tmp_
     with pytest.raises(UnreadableFile, match=r"20261101-120000-abcdef holds .*ddp8.json but no session.json"):
         the_baseline(tmp_path)
     accepted(tmp_path, 1)
-    with pytest.raises(UnreadableFile, match="no session.json"):
+    with pytest.raises(UnreadableFile, match=r"no session.json"):
         read_baseline(tmp_path / "baselines", hardware="cpu_x8", suite="hsdp_tp")
