@@ -8,10 +8,12 @@ the global batch). The script runs freely; a step ends when its line arrives, by
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +69,15 @@ class CommandEngine:
         }
         # stderr is the rank's log already; a child dies with its rank, whatever ends the rank
         wrapped = [sys.executable, "-m", "ndbench.run.child", *words]
-        self._process = subprocess.Popen(wrapped, stdout=subprocess.PIPE, text=True, env=environment)
+        self._process = subprocess.Popen(
+            wrapped,
+            stdin=subprocess.DEVNULL,  # a group of its own may not read the terminal
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+            process_group=0,
+        )
 
     def step(self, batch: Batch) -> StepResult:
         del batch  # the script reads its own data
@@ -100,6 +110,8 @@ class CommandEngine:
             self._process.kill()
             self._process.wait()
         finally:
+            with contextlib.suppress(ProcessLookupError):  # its data loaders, say, that it did not end itself
+                os.killpg(self._process.pid, signal.SIGKILL)
             if self._process.stdout is not None:
                 self._process.stdout.close()
 
