@@ -28,6 +28,7 @@ class Noise:
     within: float
     correlation: float
     session: float = 0.0
+    """Of the difference between the two sessions that are compared."""
 
 
 NOISE = {
@@ -35,7 +36,9 @@ NOISE = {
     "typical": Noise(0.01, 0.01, 0.5),
     "drift 0.5 %": Noise(0.01, 0.01, 0.5, 0.005),
     "drift 1.5 %": Noise(0.01, 0.01, 0.5, 0.015),
+    "drift 0.7 %": Noise(0.01, 0.01, 0.5, 0.005 * math.sqrt(2)),
 }
+"""Drift is how far a head's session is from the baseline's; 0.7 % is two sessions of 0.5 % each."""
 CELLS, REPEATS, STEPS, PAIRS = 30, 5, 20, 20
 
 
@@ -55,15 +58,40 @@ class Draws:
         return effects
 
     @cached_property
-    def seconds(self) -> tuple[Array, Array]:
+    def sides(self) -> tuple[Side, Side]:
         """(head, base) as times."""
-        return np.exp(self.head), np.exp(self.base)
+        return Side.of(np.exp(self.head)), Side.of(np.exp(self.base))
+
+
+@dataclass(frozen=True)
+class Side:
+    """What the rules of other tools look at, [suites, cells] each; a slowdown scales all of it."""
+
+    run_median: Array
+    run_mean: Array
+    """Of the first process alone: these tools start one."""
+    mean: Array
+    variance: Array
+    """Of every step of every process."""
+    steps: Array
+
+    @classmethod
+    def of(cls, seconds: Array) -> Side:
+        run = seconds[:, :, 0]
+        pooled = seconds.reshape(*seconds.shape[:2], -1)
+        return cls(np.median(run, -1), run.mean(-1), pooled.mean(-1), pooled.var(-1, ddof=1), pooled)
+
+    def slower(self, factor: Array) -> Side:
+        """``factor``: [cells]."""
+        steps = self.steps * factor[:, None] if factor.max() > 1 else self.steps
+        scaled = (self.run_median * factor, self.run_mean * factor, self.mean * factor, self.variance * factor**2)
+        return Side(*scaled, steps)
 
 
 def draw(noise: Noise, suites: int, rng: np.random.Generator) -> Draws:
     def side() -> Array:
         shape = (suites, CELLS, REPEATS)
-        fixed = rng.normal(0, noise.session, shape[:2])[..., None] + rng.normal(0, noise.between, shape)
+        fixed = rng.normal(0, noise.session / math.sqrt(2), shape[:2])[..., None] + rng.normal(0, noise.between, shape)
         return fixed[..., None] + steps(shape)
 
     def steps(shape: tuple[int, ...]) -> Array:
@@ -115,44 +143,43 @@ def confirmed(pairs: dict[str, list[float]], rule: ConfirmRule) -> set[str]:
     return slower | {name for name, decision in second.items() if decision.verdict == "regressed"}
 
 
-def megatron(now: Array, before: Array) -> NDArray[np.bool_]:
+def megatron(now: Side, before: Side) -> NDArray[np.bool_]:
     """Median of one run's later steps, within 5 % either way (so a speed-up fails too)."""
-    run, golden = np.median(now[:, :, 0], -1), np.median(before[:, :, 0], -1)
-    outside: NDArray[np.bool_] = np.abs(run - golden) > 0.05 * golden
+    outside: NDArray[np.bool_] = np.abs(now.run_median - before.run_median) > 0.05 * before.run_median
     return outside
 
 
-def asv(now: Array, before: Array) -> NDArray[np.bool_]:
+def asv(now: Side, before: Side) -> NDArray[np.bool_]:
     """Mann-Whitney p < 0.002 over all samples, and 10 % or more."""
-    far = now.mean((2, 3)) > 1.08 * before.mean((2, 3))  # worth a median: it is the slower one to compute
+    far = now.mean > 1.08 * before.mean  # worth a median: it is the slower one to compute
     for suite, cell in zip(*np.nonzero(far), strict=True):
-        a, b = now[suite, cell].ravel(), before[suite, cell].ravel()
+        a, b = now.steps[suite, cell], before.steps[suite, cell]
         far[suite, cell] = np.median(a) > 1.1 * np.median(b) and stats.mannwhitneyu(a, b).pvalue < 0.002
     return far
 
 
-def pyperf(now: Array, before: Array) -> NDArray[np.bool_]:
+def pyperf(now: Side, before: Side) -> NDArray[np.bool_]:
     """Student's t of pooled variance at 95 %, every value of every process a sample; slower when its mean is higher."""
-    count = now.shape[2] * now.shape[3]
-    error = np.sqrt((now.var((2, 3), ddof=1) + before.var((2, 3), ddof=1)) / count)
-    t = (now.mean((2, 3)) - before.mean((2, 3))) / error
+    count = now.steps.shape[-1]
+    t = (now.mean - before.mean) / np.sqrt((now.variance + before.variance) / count)
     slower: NDArray[np.bool_] = t > special.stdtrit(2 * count - 2, 0.975)
     return slower
 
 
-def action(now: Array, before: Array) -> NDArray[np.bool_]:
+def action(now: Side, before: Side) -> NDArray[np.bool_]:
     """github-action-benchmark: one value a run, alert above 200 % of the previous."""
-    alert: NDArray[np.bool_] = np.median(now[:, :, 0], -1) > 2 * np.median(before[:, :, 0], -1)
+    alert: NDArray[np.bool_] = now.run_median > 2 * before.run_median
     return alert
 
 
-def pytest_benchmark(now: Array, before: Array) -> NDArray[np.bool_]:
+def pytest_benchmark(now: Side, before: Side) -> NDArray[np.bool_]:
     """``--benchmark-compare-fail=mean:5%``: mean of the rounds of one process."""
-    fails: NDArray[np.bool_] = now[:, :, 0].mean(-1) > 1.05 * before[:, :, 0].mean(-1)
+    fails: NDArray[np.bool_] = now.run_mean > 1.05 * before.run_mean
     return fails
 
 
-OTHERS: dict[str, Callable[[Array, Array], NDArray[np.bool_]]] = {
+Rule = Callable[[Side, Side], NDArray[np.bool_]]
+OTHERS: dict[str, Rule] = {
     "Megatron 5 %": megatron,
     "asv": asv,
     "pyperf t-test": pyperf,
@@ -161,7 +188,12 @@ OTHERS: dict[str, Callable[[Array, Array], NDArray[np.bool_]]] = {
 }
 
 
-def other_rule(rule: Callable[[Array, Array], NDArray[np.bool_]], draws: Draws, shift: Array) -> Tally:
-    head, base = draws.seconds
-    flagged = rule(head * np.exp(shift)[None, :, None, None], base)
-    return Tally(100 * float(flagged.any(axis=1).mean()), 100 * float(flagged[:, 0].mean()))
+def other_rules(draws: Draws, shift: Array) -> dict[str, Tally]:
+    """What each of the others says about the same suites."""
+    head, base = draws.sides
+    slower = head.slower(np.exp(shift))
+    flagged = {name: rule(slower, base) for name, rule in OTHERS.items()}
+    return {
+        name: Tally(100 * float(flags.any(axis=1).mean()), 100 * float(flags[:, 0].mean()))
+        for name, flags in flagged.items()
+    }
