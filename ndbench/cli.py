@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ndbench.arguments import DEFAULT_VERB, UsageError, help_text, parse, parser, split_verb
-from ndbench.failures import USAGE, Terminated, exit_of, say, sigterm_raises
+from ndbench.failures import USAGE, Terminated, exit_of, open_streams, say, sigterm_raises
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +31,7 @@ WIDTH = 100
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Never raises, and never ends the process by itself."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    open_streams()
     with sigterm_raises():
         try:
             code = _dispatch(arguments)

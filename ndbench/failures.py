@@ -62,13 +62,29 @@ def exit_of(error: BaseException, arguments: Sequence[str]) -> int:
     if _is_usage(error):
         return say(str(error), USAGE)
     told = " ".join(f"{type(error).__name__}: {error}".split())
-    where = "" if debug else f" (traceback in {_save(error, arguments)})"
+    where = "" if debug else f" (traceback {_save(error, arguments)})"
     return say(f"internal error: {told}{where}", INTERNAL)
 
 
 def say(message: str, code: int) -> int:
-    sys.stderr.write(f"ndbench: {message}\n")
+    try:
+        sys.stderr.write(f"ndbench: {message}\n")
+        sys.stderr.flush()
+    except OSError:  # a full disk, a reader that has gone: the exit code still tells, and Python must not change it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     return code
+
+
+def open_streams() -> None:
+    """Give standard streams that were closed (``>&-``) to nobody, so that no file of ours is opened in their place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            mode = "r" if number == 0 else "w"
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _is_usage(error: BaseException) -> bool:
@@ -87,11 +103,14 @@ def _is_usage(error: BaseException) -> bool:
 
 
 def _save(error: BaseException, arguments: Sequence[str]) -> str:
-    handle, path = tempfile.mkstemp(prefix="ndbench-error-", suffix=".txt")
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        stream.write(f"ndbench {' '.join(arguments)}\nPython {sys.version}\n\n")
-        stream.writelines(traceback.format_exception(error))
-    return path
+    try:
+        handle, path = tempfile.mkstemp(prefix="ndbench-error-", suffix=".txt")
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(f"ndbench {' '.join(arguments)}\nPython {sys.version}\n\n")
+            stream.writelines(traceback.format_exception(error))
+    except OSError as full:
+        return f"not kept: {full}; --debug shows it"
+    return f"in {path}"
 
 
 def _output_closed() -> bool:

@@ -319,3 +319,34 @@ def test_version_is_fast(tmp_path: Path) -> None:
         seconds.append(time.perf_counter() - began)
     assert done.stdout.startswith("ndbench ")
     assert min(seconds) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("argv", "redirect", "code"),
+    [
+        ("show bad=1", "2>/dev/full", 2),
+        ("show suite=smoke", ">&-", 0),
+        ("show suite=smoke", ">&- 2>&-", 0),
+        ("show bad=1", "2>&-", 2),
+    ],
+)
+def test_the_exit_code_stays_when_nothing_can_be_said(tmp_path: Path, argv: str, redirect: str, code: int) -> None:
+    command = f"{sys.executable} -m ndbench {argv} {redirect}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done
+
+
+def test_a_fault_of_ours_is_70_where_its_traceback_cannot_be_kept(
+    ndbench: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("gone")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ndbench.matrix.expand.expand", broken)
+    monkeypatch.setattr("tempfile.mkstemp", full)
+    result = ndbench("show", "suite=smoke")
+    assert result.code == 70
+    assert result.err.startswith("ndbench: internal error: KeyError: 'gone' (traceback not kept: ")
