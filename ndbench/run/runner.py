@@ -45,6 +45,7 @@ def resume_run(run: str, results_dir: Path, *, max_failures: int | None, console
     folder = find_run(run, results_dir)
     _check_writable(folder.path)
     plan = Plan.load(folder.plan_path)
+    folder.records_dir.mkdir(exist_ok=True)  # an archive leaves out an empty one
     return _execute(plan, folder, _read_baseline(plan, results_dir), max_failures, console)
 
 

@@ -89,3 +89,15 @@ def test_a_run_that_is_being_measured_is_not_resumed_beside_it(tmp_path: Path) -
     finally:
         os.close(holder)
     assert not list(folder.records_dir.iterdir())
+
+
+def test_a_run_that_came_without_its_empty_records_folder_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan()
+    folder = RunFolder.create(tmp_path, plan.run)
+    plan.save(folder.plan_path)
+    folder.records_dir.rmdir()  # archives and CI artifacts leave out empty folders
+    monkeypatch.setattr("ndbench.run.runner._execute", lambda *_: 0)
+    assert resume_run(plan.run, tmp_path, max_failures=None, console=Console(quiet=True)) == 0
+    assert folder.records_dir.is_dir()
