@@ -97,7 +97,9 @@ def _result(
 ) -> LaunchResult:
     if failure is None and not expired:
         missing = world_size - len(reports)
-        assert missing == 0, f"{missing} ranks ended well without a report"
+        if missing:
+            told = f"{missing} of {world_size} ranks ended with exit code 0 before their report"
+            return LaunchResult("failed", told, reports, tail(task.log_path(0)))
         return LaunchResult("ok", reports=reports)
     if expired:
         log = tail(task.log_path(0), lines=60)
