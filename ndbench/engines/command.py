@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ from ndbench.engines.protocol import Batch, StepResult
 if TYPE_CHECKING:
     from ndbench.config import Cell
     from ndbench.parallel.mesh import Mesh
+
+CLOSING_SECONDS = 60.0
+"""How long a script may take to end after its last step: to save, say."""
 
 
 class CommandEngine:
@@ -101,12 +105,21 @@ class CommandEngine:
         assert self._process is not None, "setup comes first"
         return {"command": self._process.args, "step_lines": self._steps}
 
+    def _drain(self) -> None:
+        """Read on to the end in a thread of its own: a script that still prints must not block on a full pipe."""
+        stream = self._process.stdout if self._process is not None else None
+        if stream is not None:
+            threading.Thread(target=lambda: [sys.stderr.write(line) for line in stream], daemon=True).start()
+
     def close(self) -> None:
         if self._process is None:
             return
+        killed = False
         try:
-            self._process.wait(timeout=5)
+            self._drain()
+            self._process.wait(timeout=CLOSING_SECONDS)
         except subprocess.TimeoutExpired:
+            killed = True
             self._process.kill()
             self._process.wait()
         finally:
@@ -114,6 +127,10 @@ class CommandEngine:
                 os.killpg(self._process.pid, signal.SIGKILL)
             if self._process.stdout is not None:
                 self._process.stdout.close()
+        if killed:
+            raise RuntimeError(f"the script did not end within {CLOSING_SECONDS:.0f} s of its last step")
+        if self._process.returncode:
+            raise RuntimeError(f"the script ended with exit code {self._process.returncode} after its last step")
 
 
 def _step_line(line: str) -> dict[str, Any] | None:

@@ -186,6 +186,8 @@ def _metrics(
 
 
 def _mfu(cell: Cell, convention: str, step_seconds: float, precision: str) -> dict[str, Any]:
+    if cell.config.engine.name == "command":
+        return metric(None, "1", "higher", "the script's model is its own, so its FLOPs are not known")
     flops = flop_counts.step_flops(cell.config.model, cell.config.training, convention)
     if flops is None:
         return metric(None, "1", "higher", "the model's shape is not known, so its FLOPs are not")

@@ -31,6 +31,7 @@ from ndbench.measure.timing import Handicap, StepClock, burn
 from ndbench.measure.yardstick import run_yardstick
 from ndbench.parallel.mesh import Mesh, build_mesh
 from ndbench.results.schema import finite_or_null
+from ndbench.results.store import dumps
 from ndbench.run import compiling
 from ndbench.run.process import die_with, log_to
 from ndbench.run.progress import StepCounter
@@ -90,20 +91,36 @@ def measure(task: Task, rank: int, report: RankReport) -> None:
     engine = load_engine(cell.config.engine.name, cell.config.engine.target, **cell.config.engine.options)
     try:
         engine.setup(cell, mesh)
+        ours = getattr(engine, "in_process", True)
         report.tokens_per_step = dataset.tokens_per_step
-        report.data_hash = dataset.content_hash if rank == 0 else None
+        report.data_hash = dataset.content_hash if rank == 0 and ours else None
         if cell.config.measure.yardstick:
-            report.yardstick_before = run_yardstick(device)
+            report.yardstick_before = _yardstick(device)
         _timed_steps(task, engine, dataset, mesh, device, report)
-        if task.structure and getattr(engine, "in_process", True):
+        if not ours:
+            report.valid_tokens = []  # the data was the script's own
+        if task.structure and ours:
             report.structure = _structure_step(task, engine, dataset, mesh, device)
         if cell.config.measure.yardstick:
-            report.yardstick_after = run_yardstick(device)
+            report.yardstick_after = _yardstick(device)
         if hasattr(engine, "info"):
-            report.engine = engine.info()
+            facts = engine.info()
+            dumps(facts, "the engine's info()")  # what JSON cannot hold is the engine's error, with its place
+            report.engine = facts
     finally:
         engine.close()
     dist.destroy_process_group()
+
+
+def _yardstick(device: torch.device) -> dict[str, float | None] | None:
+    """The yardstick without a trace in the cell's memory; null where the cell leaves no room for it."""
+    try:
+        return run_yardstick(device)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        if device.type != "cpu":
+            torch.cuda.empty_cache()
 
 
 def _prepare_device(cell: Cell) -> torch.device:

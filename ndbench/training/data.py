@@ -144,7 +144,7 @@ def _corpus(config: DataConfig, vocab_size: int) -> Tokens:
     else:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, local_files_only=Path(config.tokenizer).exists())
+        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, local_files_only=True)
         tokens = np.array(tokenizer(text.decode("utf-8", "replace"))["input_ids"], dtype=np.int64)
     if len(tokens) and int(tokens.max()) >= vocab_size:
         raise ValueError(f"data has token {int(tokens.max())}, model.vocab_size is {vocab_size}")
