@@ -151,7 +151,7 @@ class MeasureConfig:
 @dataclass
 class GateConfig:
     mode: str = "auto"
-    """``auto`` (no baseline: measure, print the accept command, exit 0), ``require`` (no baseline: exit 4) or ``off``."""
+    """``auto`` (no baseline: measure, say how to accept, exit 0), ``require`` (no baseline: exit 4) or ``off``."""
     min_effect: float | None = None
     """Relative slowdown below which nothing is called a regression; null means 0.01 on GPU, 0.05 on CPU."""
     alpha: float = 0.01
