@@ -159,7 +159,8 @@ class GateConfig:
     """A cell passes when the upper bound of its slowdown is below this; null means 0.03 on GPU, 0.30 on CPU."""
     fail_on_inconclusive: bool = False
     confirm: str = "auto"
-    """``auto`` measures the base again next to suspects, which then decides; ``off`` leaves them as suspects."""
+    """``on`` measures the base again next to suspects, which then decides; ``off`` leaves them as suspects; ``auto`` is
+    ``on`` on GPUs and off on a CPU, where it takes minutes a cell, and where only one repeat was asked for."""
     base: str | None = None
     """What to measure suspects against (``git:REV`` or ``python:PATH``); null means the baseline's commit."""
     residency: float = 25.0

@@ -106,7 +106,10 @@ class CommandEngine:
         return {"command": self._process.args, "step_lines": self._steps}
 
     def _drain(self) -> None:
-        """Read on to the end in a thread of its own: a script that still prints must not block on a full pipe."""
+        """Read on to the end in a thread of its own: a script that still prints must not block on a full pipe.
+
+        The thread owns the pipe from here on and is never waited for: who else holds the other end is not known.
+        """
         stream = self._process.stdout if self._process is not None else None
         if stream is not None:
             threading.Thread(target=lambda: [sys.stderr.write(line) for line in stream], daemon=True).start()
@@ -125,8 +128,6 @@ class CommandEngine:
         finally:
             with contextlib.suppress(ProcessLookupError):  # its data loaders, say, that it did not end itself
                 os.killpg(self._process.pid, signal.SIGKILL)
-            if self._process.stdout is not None:
-                self._process.stdout.close()
         if killed:
             raise RuntimeError(f"the script did not end within {CLOSING_SECONDS:.0f} s of its last step")
         if self._process.returncode:

@@ -56,6 +56,8 @@ def confirm_suspects(
     chosen, rest = find_suspects(plan, comparison)
     if not chosen:
         return Outcome()
+    if plan.gate.confirm == "auto" and (reason := _not_by_itself(plan, chosen)) is not None:
+        return Outcome(notes=[f"{len(chosen)} suspects were not confirmed by pairs: {reason}; gate.confirm=on does it"])
     heads = {record["cell"]["name"]: record for record in folder.records()}
     found = choose_base(plan.gate.base, baseline, chosen, heads, (cwd or Path.cwd()))
     if isinstance(found, str):
@@ -73,6 +75,15 @@ def confirm_suspects(
         outcome.metrics[name] = [_left_over(comparison, name)]
     outcome.notes.append(f"speed of {', '.join(chosen)} was decided by pairs with {found.ref} ({found.why})")
     return outcome
+
+
+def _not_by_itself(plan: Plan, chosen: Sequence[str]) -> str | None:
+    """Why ``gate.confirm=auto`` leaves these suspects to the stored sessions, or None."""
+    if plan.cells[chosen[0]].config.hardware.device == "cpu":
+        return "on a CPU that takes minutes a cell"
+    if all(plan.repeats.get(name, 1) < 2 for name in chosen):
+        return "one repeat was asked for"
+    return None
 
 
 def find_suspects(plan: Plan, comparison: Comparison) -> tuple[list[str], list[str]]:
@@ -99,6 +110,9 @@ def choose_base(
     if changes:
         return f"the baseline was measured with another software ({', '.join(changes[:3])}); set gate.base=python:PATH"
     commit, dirty = base["code"]["commit"], base["code"]["dirty"]
+    head = heads[names[0]]["code"]
+    if commit is not None and head["commit"] == commit and not dirty and not head["dirty"]:
+        return "the baseline is of this very commit, so pairs would measure the code against itself; set gate.base"
     if commit is not None and not dirty and resolve_commit(commit, cwd) is not None:
         return Base(f"git:{commit}", "the baseline's commit")
     merged = merge_base(cwd)

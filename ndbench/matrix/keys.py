@@ -23,7 +23,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "training.activation_checkpointing": ("none", "full", "selective"),
     "data.name": ("markov", "source", "text"),
     "gate.mode": ("auto", "require", "off"),
-    "gate.confirm": ("auto", "off"),
+    "gate.confirm": ("auto", "on", "off"),
     "parallelism.cp_method": ("ring", "ulysses"),
     "launcher.start_method": ("forkserver", "spawn"),
 }

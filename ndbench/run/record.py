@@ -32,7 +32,7 @@ def build_record(
     """The record of one repeat. An ``ok`` launch whose numbers contradict each other becomes ``invalid``, with why."""
     outcome, reason = result.outcome, result.reason
     measured: dict[str, Any] = {}
-    whole = [report for report in result.reports if report.seconds]
+    whole = [report for report in result.reports if report.seconds and report.loss]
     if len(whole) == cell.world_size:
         measured = _measured(cell, whole)
         if outcome == "ok":

@@ -64,16 +64,28 @@ def ask_engines(cells: list[Cell]) -> tuple[list[Cell], list[tuple[Cell, str]]]:
     runnable: list[Cell] = []
     refused: list[tuple[Cell, str]] = []
     for cell in cells:
-        named = cell.config.engine
-        engine = load_engine(named.name, named.target, **named.options)
-        reason = engine.refuse(cell)
-        if reason is None and hasattr(engine, "refuse_plan"):
-            reason = engine.refuse_plan(cell)
+        reason = _refusal(cell)
         if reason is None:
             runnable.append(cell)
         else:
             refused.append((cell, reason))
     return runnable, refused
+
+
+def _refusal(cell: Cell) -> str | None:
+    """The engine's own word on a cell. An engine that cannot even be asked is the user's to mend: ``ValueError``."""
+    named = cell.config.engine
+    try:
+        engine = load_engine(named.name, named.target, **named.options)
+        reason = engine.refuse(cell)
+        if reason is None and hasattr(engine, "refuse_plan"):
+            reason = engine.refuse_plan(cell)
+    except Exception as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"engine {named.target or named.name} could not be asked about {cell.name}: {told}") from error
+    if reason is not None and not isinstance(reason, str):
+        raise ValueError(f"engine {named.target or named.name}: refuse() returned {reason!r}, not a line or None")
+    return reason
 
 
 def _repeats(cell: Cell) -> int:

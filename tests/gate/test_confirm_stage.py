@@ -126,7 +126,7 @@ def test_two_configurations_measured_next_to_each_other_are_compared_in_speed_on
 
 def a_plan(names: list[str], **gate: Any) -> Plan:
     cells = {name: a_cell(name) for name in names}
-    return Plan("r", "hsdp_tp", [], cells, {}, [], GateConfig(**gate), None, None)
+    return Plan("r", "hsdp_tp", [], cells, {}, [], GateConfig(**({"confirm": "on"} | gate)), None, None)
 
 
 def test_suspects_are_the_largest_slowdowns_against_the_stored_baseline() -> None:

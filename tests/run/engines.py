@@ -26,6 +26,8 @@ class SmallEngine:
         self.steps = 0
 
     def refuse(self, cell: Cell) -> str | None:
+        if self.fault == "refuse raises":
+            raise KeyError("shape")
         return "this engine was told to refuse 1 cell" if self.fault == "refuse" else None
 
     def setup(self, cell: Cell, mesh: Mesh) -> None:
@@ -44,6 +46,8 @@ class SmallEngine:
         time.sleep(self.seconds)
         if now:
             self._go_wrong()
+        if self.fault == "nothing":
+            return None  # type: ignore[return-value]
         logits = self.model(batch.input_ids)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
         (loss / batch.labels.numel() / dist.get_world_size()).backward()

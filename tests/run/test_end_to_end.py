@@ -118,6 +118,7 @@ def test_a_repeat_that_goes_wrong_is_exit_3_with_its_reason_and_the_other_record
         (["shard=5/4"], "5/4"),
         (["measure.budget=soon"], "soon"),
         (["+engine.options.x=nan"], "engine.options.x"),
+        (["+engine.options.fault='refuse raises'"], "SmallEngine could not be asked about ddp2-seq16: KeyError"),
         (["baseline=/nowhere/at/all"], "/nowhere/at/all"),
     ],
 )

@@ -85,6 +85,7 @@ def test_a_good_repeat_is_ok_and_whole(tmp_path: Path) -> None:
     [
         ("raise", "failed", "rank 1: RuntimeError: loss scale 0 at step 2"),
         ("setup", "failed", r"rank [01]: ValueError: the 3 weights do not fit 4 ranks"),
+        ("nothing", "failed", r"rank [01]: AttributeError"),
         ("oom", "oom", "rank 1: Tried to allocate 3.00 GiB"),
         ("killed", "failed", "rank 1 was killed by SIGKILL"),
         ("exit", "failed", "rank 1 ended with exit code 7"),
