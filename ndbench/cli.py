@@ -108,7 +108,9 @@ def _show(args: argparse.Namespace) -> int:
     from ndbench.report.cost import costs
     from ndbench.report.matrix import matrix_json, print_matrix
 
-    matrix = expand(args.words, args.config_dir, sweep=args.multirun, here=False)
+    # a machine that is named may be any; without one the question is about this one
+    elsewhere = any(word.startswith("hardware=") for word in args.words)
+    matrix = expand(args.words, args.config_dir, sweep=args.multirun, here=not elsewhere)
     found = costs(matrix.cells, matrix.config.results.dir)
     if args.json:
         _print_json(matrix_json(matrix, found))

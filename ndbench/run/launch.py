@@ -79,7 +79,8 @@ def launch(task: Task, world_size: int, timeout: float, start_method: str) -> La
         logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
     )
     failure: ChildFailedError | None = None
-    with _quiet_elastic(), _own_signal_handlers(), _Watchdog(timeout) as watchdog:
+    spared = frozenset(process.pid for process in ranks_of_this_process())
+    with _quiet_elastic(), _own_signal_handlers(), _Watchdog(timeout, spared) as watchdog:
         try:
             elastic_launch(config, run_rank)(str(task.path))
         except ChildFailedError as error:
@@ -87,6 +88,7 @@ def launch(task: Task, world_size: int, timeout: float, start_method: str) -> La
         except SignalException as error:
             raise Interrupted(int(error.sigval)) from error
         finally:
+            kill_ranks(spared)
             shutil.rmtree(scratch, ignore_errors=True)
     reports = [RankReport.load(path) for rank in range(world_size) if (path := task.report_path(rank)).is_file()]
     return _result(task, world_size, timeout, watchdog.expired, failure, reports)
@@ -125,15 +127,17 @@ def _how_it_died(failure: Exception | None) -> tuple[int, str]:
     return first.local_rank, f"ended with exit code {code}"
 
 
-def ranks_of_this_process() -> list[psutil.Process]:
+def ranks_of_this_process(spared: frozenset[int] = frozenset()) -> list[psutil.Process]:
     """Live processes started for ranks, and what they started: everything below us but our own direct helpers.
+
+    ``spared`` are processes that were there before the launch: another pool of ranks in the same process, say.
 
     A fork server's ranks are its children; spawned ones are ours, known from multiprocessing's word for them.
     """
     try:
         me = psutil.Process()
         helpers = {child.pid for child in me.children() if not _is_spawned(child)}
-        return [child for child in me.children(recursive=True) if child.pid not in helpers]
+        return [child for child in me.children(recursive=True) if child.pid not in helpers | spared]
     except psutil.Error:
         return []
 
@@ -148,9 +152,10 @@ def _is_spawned(process: psutil.Process) -> bool:
 class _Watchdog:
     """Kills the ranks when a launch outlasts its limit, after they have written their Python stacks to their logs."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, spared: frozenset[int]) -> None:
         self.expired = False
         self._timeout = timeout
+        self._spared = spared
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="ndbench-watchdog")
 
@@ -166,13 +171,13 @@ class _Watchdog:
         if self._done.wait(self._timeout):
             return
         self.expired = True
-        for rank in ranks_of_this_process():
+        for rank in ranks_of_this_process(self._spared):
             # a rank registers for SIGUSR1 first of all; one that has not yet done so has no stack to show
             with contextlib.suppress(psutil.Error):
                 rank.send_signal(signal.SIGUSR1)
         self._done.wait(STACKS_WAIT)
         while not self._done.is_set():
-            for rank in ranks_of_this_process():
+            for rank in ranks_of_this_process(self._spared):
                 with contextlib.suppress(psutil.Error):
                     rank.kill()
             self._done.wait(0.2)
@@ -209,9 +214,9 @@ def _quiet_elastic() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def kill_ranks(wait: float = 5.0) -> None:
-    """End every rank that is still there, for the way out after an error."""
-    ranks = ranks_of_this_process()
+def kill_ranks(spared: frozenset[int] = frozenset(), wait: float = 5.0) -> None:
+    """End every rank that is still there but the ``spared``, for the way out after an error."""
+    ranks = ranks_of_this_process(spared)
     for rank in ranks:
         with contextlib.suppress(psutil.Error):
             rank.kill()

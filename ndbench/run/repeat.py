@@ -82,10 +82,7 @@ class Measurer:
                 if started is not None:
                     started(cell.name, repeat, cell.config.training.steps, counter.get)
                 start = _now()
-                try:
-                    result = launching.launch(task, cell.world_size, measure.timeout, cell.config.launcher.start_method)
-                finally:
-                    launching.kill_ranks()
+                result = launching.launch(task, cell.world_size, measure.timeout, cell.config.launcher.start_method)
             record = self._record(cell, repeat, result, start)
             _keep_logs(task, cell.world_size, self.folder.log_dir(cell.name, repeat))
             return record

@@ -95,16 +95,18 @@ def test_a_good_repeat_is_ok_and_whole(tmp_path: Path) -> None:
     ],
 )
 def test_every_fault_is_an_outcome_with_its_line(tmp_path: Path, fault: str, outcome: str, reason: str) -> None:
+    others = frozenset(process.pid for process in launching.ranks_of_this_process())
     began = time.monotonic()
     record, _ = run(make_cell(fault=fault), tmp_path)
     assert record["outcome"] == outcome, record
     assert re.match(reason, record["reason"]), record["reason"]
     assert time.monotonic() - began < 30, "the other rank waits in a collective and must not hold the launch up"
-    assert not launching.ranks_of_this_process()
+    assert not launching.ranks_of_this_process(others)
 
 
 @pytest.mark.timeout(120)
 def test_a_hung_rank_ends_in_a_timeout_with_every_ranks_stack_in_its_log(tmp_path: Path) -> None:
+    others = frozenset(process.pid for process in launching.ranks_of_this_process())
     began = time.monotonic()
     record, task = run(make_cell(fault="hang", timeout=6.0), tmp_path)
     assert record["outcome"] == "timeout"
@@ -112,7 +114,7 @@ def test_a_hung_rank_ends_in_a_timeout_with_every_ranks_stack_in_its_log(tmp_pat
     assert time.monotonic() - began < 25
     assert "_go_wrong" in task.log_path(1).read_text(), "the hung rank shows where it sleeps"
     assert "all_reduce" in task.log_path(0).read_text(), "the other one shows what it waits in"
-    assert not launching.ranks_of_this_process()
+    assert not launching.ranks_of_this_process(others)
 
 
 @pytest.mark.timeout(120)
@@ -156,10 +158,11 @@ def test_ranks_die_with_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_ranks_are_found_and_ended_whatever_the_start_method(method: str) -> None:
+    others = frozenset(process.pid for process in launching.ranks_of_this_process())
     rank = multiprocessing.get_context(method).Process(target=time.sleep, args=(60,), daemon=True)
     rank.start()
     assert rank.pid in {process.pid for process in launching.ranks_of_this_process()}
-    launching.kill_ranks()
+    launching.kill_ranks(others)
     rank.join(5)
     assert rank.exitcode not in (None, 0)
 
