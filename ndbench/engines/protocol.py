@@ -6,6 +6,8 @@ memory, data and records belong to the harness; the engine only builds a model a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -62,6 +64,19 @@ class Engine(Protocol):
     # start, not by ``show``.
     # Optional: ``model`` (an nn.Module) lets the harness name the module a collective is issued from.
     # Optional: ``info() -> dict[str, Any]`` adds facts to the record (attention kernel, graph breaks).
+
+
+@contextmanager
+def asking(cell: Cell) -> Iterator[None]:
+    """Around questions to an engine before a launch: one that cannot be asked is the user's to mend (ValueError)."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ValueError):
+            raise ValueError(str(error)) from error
+        named = cell.config.engine
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"engine {named.target or named.name} could not be asked about {cell.name}: {told}") from error
 
 
 def load_engine(name: str, target: str | None = None, **options: Any) -> Engine:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ndbench.config import Cell, Config, ModelConfig
-from ndbench.engines.protocol import Engine, load_engine
+from ndbench.engines.protocol import Engine, asking, load_engine
 from ndbench.matrix.keys import LEAST, VALUES, get_value, set_value, typed
 from ndbench.measure import fingerprint
 
@@ -179,7 +179,8 @@ def _engine(name: str, target: str | None, options: str) -> Engine:
 def refusals(cell: Cell) -> list[str]:
     """Why the cell's engine cannot run it, whatever the machine."""
     engine = cell.config.engine
-    reason = _engine(engine.name, engine.target, json.dumps(engine.options, sort_keys=True)).refuse(cell)
+    with asking(cell):
+        reason = _engine(engine.name, engine.target, json.dumps(engine.options, sort_keys=True)).refuse(cell)
     return [] if reason is None else [reason]
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ndbench.config import Cell
-from ndbench.engines.protocol import load_engine
+from ndbench.engines.protocol import asking, load_engine
 from ndbench.matrix.expand import Matrix
 from ndbench.report.tracker import check as check_tracker
 from ndbench.run.plan import Plan, interleave, new_run_name
@@ -73,16 +73,13 @@ def ask_engines(cells: list[Cell]) -> tuple[list[Cell], list[tuple[Cell, str]]]:
 
 
 def _refusal(cell: Cell) -> str | None:
-    """The engine's own word on a cell. An engine that cannot even be asked is the user's to mend: ``ValueError``."""
+    """The engine's own word on a cell, what only its model's code can tell included."""
     named = cell.config.engine
-    try:
+    with asking(cell):
         engine = load_engine(named.name, named.target, **named.options)
         reason = engine.refuse(cell)
         if reason is None and hasattr(engine, "refuse_plan"):
             reason = engine.refuse_plan(cell)
-    except Exception as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"engine {named.target or named.name} could not be asked about {cell.name}: {told}") from error
     if reason is not None and not isinstance(reason, str):
         raise ValueError(f"engine {named.target or named.name}: refuse() returned {reason!r}, not a line or None")
     return reason
