@@ -259,7 +259,6 @@ def test_a_loop_of_ones_own_is_green_and_red_when_three_times_slower(
     for _ in range(3):
         assert run(*words, f"results.dir={tmp_path}") == 0
         assert run(*accept_words) == 0
-    assert run(*words, f"results.dir={tmp_path}") == 0
     assert run(*words, f"results.dir={tmp_path}", slowdown="3") == 1
 
 
