@@ -59,8 +59,10 @@ def test_a_script_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.timeout(60)
 def test_a_script_that_prints_more_than_a_pipe_holds_after_its_last_step_ends(tmp_path: Path) -> None:
     engine = started(tmp_path, f"{LINE}\nfor _ in range(20000): print('x' * 100)\n")
-    engine.step(BATCH)
+    assert engine.step(BATCH).loss == 1.5
     engine.close()
+    assert engine._process is not None
+    assert engine._process.returncode == 0
 
 
 @pytest.mark.timeout(60)
