@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import keyword
+import pkgutil
 
 import pytest
 
+import ndbench.verbs
 from ndbench.arguments import VERBS, UsageError, flags_of, parse, split_verb
 from tests.cli.conftest import Command
 
@@ -54,6 +57,13 @@ def test_no_flag_may_be_shortened() -> None:
                 ):
                     with pytest.raises(UsageError):
                         parse(verb, [name[:-1], *(["1"] if flag.metavar else [])])
+
+
+def test_every_verb_has_a_module_with_a_main_and_every_module_is_a_verb() -> None:
+    modules = {info.name.rstrip("_") for info in pkgutil.iter_modules(ndbench.verbs.__path__)} - {"output"}
+    assert modules == set(VERBS)
+    assert all(callable(ndbench.verbs.function_of(verb)) for verb in VERBS)
+    assert not any(keyword.iskeyword(info.name) for info in pkgutil.iter_modules(ndbench.verbs.__path__))
 
 
 def test_every_verb_has_help_and_the_main_help_has_every_verb(ndbench: Command) -> None:

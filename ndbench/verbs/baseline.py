@@ -1,0 +1,59 @@
+"""``ndbench baseline``: accept a run as the reference; list, show or prune what is stored."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ndbench.arguments import UsageError
+from ndbench.verbs.output import console, print_json
+
+
+def main(args: argparse.Namespace) -> int:
+    from ndbench.report import baselines as report
+    from ndbench.results import baseline as stored
+    from ndbench.results.sessions import read_baseline
+
+    action, *rest = args.words
+    results_dir = args.results_dir or Path("results")
+    if action == "list":
+        _no_more(action, rest)
+        found = stored.list_baselines(results_dir)
+        print_json(found) if args.json else report.print_list(found, results_dir, console())
+        return 0
+    if action == "accept":
+        from ndbench.gate.stored import accept_run
+
+        accepted = accept_run(
+            _one(action, rest, "RUN"),
+            args.reason or "",
+            results_dir=results_dir,
+            folder=args.into,
+            cells=args.cells,
+            force=args.force,
+            by=args.by,
+        )
+        report.print_accepted(accepted, console())
+        return accepted.exit_code
+    if action == "prune":
+        if args.keep is None:
+            raise UsageError("baseline prune: --keep N is needed: how many latest sessions of each cell stay")
+        folder = report.baseline_at(_one(action, rest, "FOLDER"), results_dir)
+        report.print_pruned(stored.prune(folder, args.keep), folder, console())
+        return 0
+    folder = report.baseline_at(rest[0] if rest else None, results_dir)
+    described = stored.show(read_baseline(folder), args.session)
+    print_json(described) if args.json else report.print_session(described, console())
+    return 0
+
+
+def _one(action: str, words: Sequence[str], what: str) -> str:
+    if len(words) != 1:
+        raise UsageError(f"baseline {action}: {what} is needed: ndbench baseline {action} {what} …")
+    return words[0]
+
+
+def _no_more(action: str, words: Sequence[str]) -> None:
+    if words:
+        raise UsageError(f"baseline {action}: '{words[0]}' is one word too many")

@@ -1,0 +1,15 @@
+"""``ndbench list``: what there is to choose from."""
+
+from __future__ import annotations
+
+import argparse
+
+from ndbench.verbs.output import console, print_json
+
+
+def main(args: argparse.Namespace) -> int:
+    from ndbench.report.catalog import entries, print_entries
+
+    found = entries(args.words[0], args.config_dir)
+    print_json(found) if args.json else print_entries(args.words[0], found, console())
+    return 0

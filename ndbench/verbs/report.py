@@ -1,0 +1,44 @@
+"""``ndbench report``: the verdict of a stored run again, on the console or as a file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ndbench.verbs.output import print_comparison
+
+
+def main(args: argparse.Namespace) -> int:
+    from ndbench.compare.result import from_json
+    from ndbench.gate.stored import compare_run
+    from ndbench.results.store import find_run, read_json, write_text
+
+    run = find_run(args.words[0], args.results_dir or Path("results"))
+    plan = run.plan if run.plan_path.is_file() else None
+    # a run that was ended in the middle has no verdict yet: show what it has, compared with nothing
+    comparison = from_json(read_json(run.verdict_path)) if run.verdict_path.is_file() else compare_run(run, None)
+    if args.html is not None or args.png is not None:
+        from ndbench.report.files import write_files
+
+        for path in write_files(
+            run, comparison, html=args.html, png=args.png, results_dir=args.results_dir, source=args.baseline
+        ):
+            print(path)
+    if args.benchmark_json is not None:
+        from ndbench.results.pytest_benchmark import to_pytest_benchmark
+        from ndbench.results.store import write_json
+
+        write_json(args.benchmark_json, to_pytest_benchmark(run.records()))
+        print(args.benchmark_json)
+    if args.markdown is None:
+        if args.html is None and args.png is None and args.benchmark_json is None:
+            print_comparison(comparison, plan, run.path)
+        return 0
+    from ndbench.report.markdown import render
+
+    text = render(comparison, plan=plan, run_folder=run.path)
+    if args.markdown == "-":
+        print(text)
+    else:
+        write_text(args.markdown, text)
+    return 0

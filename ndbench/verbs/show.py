@@ -1,0 +1,23 @@
+"""``ndbench show``: the cells of a matrix, what they need, and why others are left out; runs nothing."""
+
+from __future__ import annotations
+
+import argparse
+
+from ndbench.verbs.output import console, print_json
+
+
+def main(args: argparse.Namespace) -> int:
+    from ndbench.matrix.expand import expand
+    from ndbench.report.cost import costs
+    from ndbench.report.matrix import matrix_json, print_matrix
+
+    # a machine that is named may be any; without one the question is about this one
+    elsewhere = any(word.startswith("hardware=") for word in args.words)
+    matrix = expand(args.words, args.config_dir, sweep=args.multirun, here=not elsewhere)
+    found = costs(matrix.cells, matrix.config.results.dir)
+    if args.json:
+        print_json(matrix_json(matrix, found))
+    else:
+        print_matrix(matrix, found, console())
+    return 0 if matrix.cells else 3
