@@ -116,10 +116,20 @@ class TrainingConfig:
 @dataclass
 class DataConfig:
     name: str = "markov"
-    """``markov``, ``source`` or ``text``."""
+    """``markov``, ``source``, ``text`` or ``dataset``."""
     files: list[str] = field(default_factory=list)
+    dataset: str | None = None
+    """``data=dataset``: a local folder or file, or the id of a Hugging Face dataset."""
+    subset: str | None = None
+    """The dataset's configuration, where it has several."""
+    split: str = "train"
+    column: str = "text"
+    """The dataset's column of text."""
     tokenizer: str | None = None
-    """A local tokenizer folder; null reads bytes as tokens."""
+    """A local tokenizer folder, or its Hugging Face id; null reads bytes as tokens."""
+    documents: str = "stream"
+    """``stream`` (one text, cut into windows), ``packed`` (the same windows, but attention and positions stay within a
+    document) or ``padded`` (a sequence holds one document, or a piece of it)."""
     max_bytes: int = 8 * 2**20
     """Bytes of text that are read at most."""
     valid_fraction: float = 1.0
@@ -173,6 +183,8 @@ class LauncherConfig:
     start_method: str = "forkserver"
     omp_num_threads: int | None = None
     """CPU threads of a rank; null means cores / ranks, at least 1."""
+    stall_timeout: float = 600.0
+    """``ndbench train``: seconds without a step, an evaluated batch or a checkpoint after which the run is ended."""
 
 
 @dataclass
@@ -186,6 +198,33 @@ class TrackerConfig:
     tags: list[str] = field(default_factory=list)
     timeout: float = 120.0
     """Seconds that sending may take; then it is stopped, with a warning."""
+
+
+@dataclass
+class CheckpointConfig:
+    """``ndbench train``: what is left behind, and where."""
+
+    dir: str | None = None
+    """Folder of the checkpoints, the log beside them; null writes none, and the log below ``results.dir``."""
+    every: int | None = None
+    """Optimizer steps between two checkpoints; null writes one at the end, or when the run is stopped."""
+    keep: int = 2
+    """So many of the newest stay."""
+    mode: str = "sharded"
+    """``sharded``, ``async`` (sharded, written while training goes on), ``full`` (by rank 0 alone) or ``hf`` (sharded,
+    and the model once more as transformers reads it)."""
+
+
+@dataclass
+class EvaluationConfig:
+    """``ndbench train``: the loss on data that is never trained on."""
+
+    every: int | None = None
+    """Optimizer steps between two evaluations; null evaluates at the end."""
+    batches: int = 8
+    """Global batches of one evaluation, always the same ones; fewer where the data holds fewer."""
+    fraction: float = 0.05
+    """Part of the data that is held out; 0 trains on everything and evaluates nothing."""
 
 
 @dataclass
@@ -223,6 +262,8 @@ class Config:
     gate: GateConfig = field(default_factory=GateConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     results: ResultsConfig = field(default_factory=ResultsConfig)
     fingerprint: FingerprintConfig = field(default_factory=FingerprintConfig)
     world_size: int | None = None
@@ -233,6 +274,8 @@ class Config:
     """``1/4``: run the first quarter of the matrix."""
     baseline: str | None = None
     """A baseline folder; null means ``<results.dir>/baselines/<hardware>/<suite>``."""
+    resume: str | None = None
+    """``ndbench train``: ``auto`` (the newest whole checkpoint in ``checkpoint.dir``, if any) or a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -268,9 +311,18 @@ IDENTITY_GROUPS = ("model", "parallelism", "training", "data", "engine_config", 
 """Hardware is left out on purpose: structure and FLOPs of one cell are compared across machines."""
 
 
+ADDED_LATER: dict[str, dict[str, Any]] = {
+    "data": {"dataset": None, "subset": None, "split": "train", "column": "text", "documents": "stream"},
+}
+"""Fields that came after the first stored baselines: at these values they leave a cell's identity as it was."""
+
+
 def cell_id(cell: dict[str, Any]) -> str:
     """Hash of the identity part of a cell's JSON form; equal for equivalent overrides, whatever their order."""
     identity = {group: cell[group] for group in IDENTITY_GROUPS}
+    for group, defaults in ADDED_LATER.items():
+        new = {key for key, default in defaults.items() if key in identity[group] and identity[group][key] == default}
+        identity[group] = {key: value for key, value in identity[group].items() if key not in new}
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 

@@ -21,7 +21,9 @@ VALUES: dict[str, tuple[str, ...]] = {
     "training.optimizer": ("adamw", "sgd"),
     "training.schedule": ("constant", "linear", "cosine", "wsd"),
     "training.activation_checkpointing": ("none", "full", "selective"),
-    "data.name": ("markov", "source", "text"),
+    "data.name": ("markov", "source", "text", "dataset"),
+    "data.documents": ("stream", "packed", "padded"),
+    "checkpoint.mode": ("sharded", "async", "full", "hf"),
     "gate.mode": ("auto", "require", "off"),
     "gate.confirm": ("auto", "on", "off"),
     "parallelism.cp_method": ("ring", "ulysses"),
@@ -53,6 +55,12 @@ LEAST: dict[str, float] = {
     "model.num_key_value_heads": 1,
     "data.valid_fraction": 0,
     "data.max_bytes": 1,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 1,
+    "evaluation.every": 1,
+    "evaluation.batches": 1,
+    "evaluation.fraction": 0,
+    "launcher.stall_timeout": 1,
     "gate.alpha": 0,
     "gate.min_effect": 0,
     "gate.resolve": 0,
@@ -60,7 +68,12 @@ LEAST: dict[str, float] = {
 }
 """Keys whose numbers have a least value."""
 
-MOST: dict[str, float] = {"data.valid_fraction": 1, "training.min_learning_rate_ratio": 1, "gate.alpha": 0.5}
+MOST: dict[str, float] = {
+    "data.valid_fraction": 1,
+    "training.min_learning_rate_ratio": 1,
+    "gate.alpha": 0.5,
+    "evaluation.fraction": 0.5,
+}
 
 
 @cache

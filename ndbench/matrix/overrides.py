@@ -20,10 +20,20 @@ from hydra.errors import HydraException
 from ndbench.matrix.keys import type_of, typed
 from ndbench.matrix.sources import GROUPS, Sources
 
-FREE_TEXT = ("cells", "shard", "baseline", "results.dir", "engine.command", "measure.handicap_cells", "measure.budget")
+FREE_TEXT = (
+    "cells",
+    "shard",
+    "baseline",
+    "resume",
+    "results.dir",
+    "checkpoint.dir",
+    "engine.command",
+    "measure.handicap_cells",
+    "measure.budget",
+)
 """Keys whose value is taken as it stands: commas, blanks and ``=`` in it mean nothing to Hydra."""
 
-PATHS = ("model.path", "model.target", "engine.target", "data.tokenizer")
+PATHS = ("model.path", "model.target", "engine.target", "data.tokenizer", "data.dataset")
 """Keys taken as they stand too, unless ``-m`` sweeps over them."""
 
 

@@ -23,6 +23,8 @@ GROUPS = (
     "gate",
     "launcher",
     "tracker",
+    "checkpoint",
+    "evaluation",
     "suite",
 )
 """Groups of configuration files; ``suite`` files lie in ``suites/``."""
