@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from ndbench.compare.result import Comparison, MetricVerdict
 from ndbench.compare.verdict import compare
 from ndbench.config import GateConfig
 from ndbench.config import cell_id as identity
-from ndbench.results.baseline import Accepted, accept, hardware_key
-from ndbench.results.sessions import Baseline, baseline_folder, baseline_of_run, read_baseline
+from ndbench.results.baseline import Acceptance, Accepted, accept, target_folder
+from ndbench.results.sessions import Baseline, baseline_of_run, read_baseline
 from ndbench.results.store import RunFolder, find_run
 
 
@@ -62,34 +62,23 @@ def compare_two(
 def accept_run(
     run: RunFolder | str | Path,
     reason: str,
-    *,
-    results_dir: str | Path = "results",
-    folder: str | Path | None = None,
-    hardware: str | None = None,
-    cells: str | None = None,
-    force: bool = False,
-    by: str | None = None,
-    now: datetime | None = None,
+    **how: Unpack[Acceptance],
 ) -> Accepted:
     """Accept a run after comparing it with the baseline as it stands now, whatever it was compared with before.
 
-    See :func:`ndbench.results.baseline.accept` for the arguments and errors.
+    See :func:`ndbench.results.baseline.accept` for the keywords and errors.
     """
-    run = run if isinstance(run, RunFolder) else find_run(run, results_dir)
+    run = run if isinstance(run, RunFolder) else find_run(run, how.get("results_dir", "results"))
     records = run.records()
     if not records:
         raise ValueError(f"{run.path} holds no record: there is nothing to accept")
-    target = (
-        Path(folder) if folder else baseline_folder(results_dir, hardware or hardware_key(records), records[0]["suite"])
-    )
+    target = target_folder(records, how)
     baseline = read_baseline(target) if target.is_dir() and any(target.glob("*/session.json")) else None
     if baseline is not None:  # the run itself may be in it already, whole or in part
         others = [session for session in baseline.sessions if session.session != records[0]["session"]]
         baseline = Baseline(baseline.source, others)
     verdicts = {cell.name: cell.verdict for cell in compare_run(run, baseline).cells}
-    return accept(
-        run, reason, results_dir=results_dir, folder=target, cells=cells, force=force, verdicts=verdicts, by=by, now=now
-    )
+    return accept(run, reason, verdicts=verdicts, **how)
 
 
 def _plan_of(records: list[Any]) -> dict[str, Any]:

@@ -178,9 +178,24 @@ def _engine(name: str, target: str | None, options: str) -> Engine:
 
 def refusals(cell: Cell) -> list[str]:
     """Why the cell's engine cannot run it, whatever the machine."""
-    engine = cell.config.engine
+    return _lines(cell, "refuse")
+
+
+def plan_refusals(cell: Cell) -> list[str]:
+    """What an engine can tell only when a run is about to start, for it loads the model's code."""
+    return _lines(cell, "refuse_plan")
+
+
+def _lines(cell: Cell, question: str) -> list[str]:
+    named = cell.config.engine
     with asking(cell):
-        reason = _engine(engine.name, engine.target, json.dumps(engine.options, sort_keys=True)).refuse(cell)
+        engine = _engine(named.name, named.target, json.dumps(named.options, sort_keys=True))
+        # refuse_plan is optional
+        reason = getattr(engine, question)(cell) if question == "refuse" or hasattr(engine, question) else None
+        if reason is not None and not isinstance(reason, str):
+            raise ValueError(
+                f"engine {named.target or named.name}: {question}() returned {reason!r}, not a line or None"
+            )
     return [] if reason is None else [reason]
 
 

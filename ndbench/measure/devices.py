@@ -14,8 +14,6 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-from ndbench.config import HardwareConfig
-
 TOOL_TIMEOUT = 10.0
 """Seconds that nvidia-smi or rocm-smi may take; a broken driver makes them hang."""
 
@@ -178,8 +176,3 @@ def detect(hardware_files: Mapping[str, Mapping[str, Any]], devices: list[dict[s
     if len(found) > 1:
         raise ValueError(f"GPU '{names[0]}' matches {len(found)} hardware files ({', '.join(found)}): name one")
     return found[0] if found else UNKNOWN_GPU
-
-
-def hardware_key(hardware: HardwareConfig, world_size: int) -> str:
-    """Folder of this machine's baselines: ``cpu_x8``, ``h200_x2``."""
-    return f"{re.sub(r'_x[0-9]+$', '', hardware.name)}_x{world_size}"

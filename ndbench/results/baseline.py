@@ -11,7 +11,6 @@ import contextlib
 import fnmatch
 import getpass
 import os
-import re
 import secrets
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from ndbench.results.schema import SCHEMA_VERSION, Record
 from ndbench.results.sessions import (
@@ -28,7 +27,7 @@ from ndbench.results.sessions import (
     baseline_folder,
     read_baseline,
 )
-from ndbench.results.store import RunFolder, check_name, find_run, read_json
+from ndbench.results.store import RunFolder, check_name, find_run, hardware_folder, read_json
 from ndbench.results.writing import add_cells, locked
 
 
@@ -57,31 +56,46 @@ class Accepted:
         return 3 if self.refused else 0
 
 
+class Acceptance(TypedDict, total=False):
+    """What to accept and where to; the keywords of :func:`accept`."""
+
+    results_dir: str | Path
+    folder: str | Path | None
+    """The baseline of one suite, by default ``<results_dir>/baselines/<hardware>/<suite>``."""
+    hardware: str | None
+    cells: str | None
+    """Patterns of cell names, comma separated."""
+    force: bool
+    by: str | None
+    now: datetime | None
+
+
+def target_folder(records: list[Record], how: Acceptance) -> Path:
+    """Where the records of a run belong."""
+    if folder := how.get("folder"):
+        return Path(folder)
+    hardware = how.get("hardware") or hardware_key(records)
+    return baseline_folder(how.get("results_dir", "results"), hardware, records[0]["suite"])
+
+
 def accept(
     run: RunFolder | str | Path,
     reason: str,
     *,
-    results_dir: str | Path = "results",
-    folder: str | Path | None = None,
-    hardware: str | None = None,
-    cells: str | None = None,
-    force: bool = False,
     verdicts: Mapping[str, str] | None = None,
-    by: str | None = None,
-    now: datetime | None = None,
+    **how: Unpack[Acceptance],
 ) -> Accepted:
-    """Make a run, or the cells of it that match ``cells`` (patterns, comma separated), part of the baseline.
+    """Make a run, or the cells of it that match ``cells``, part of the baseline.
 
     ``run`` may be any run folder, an unpacked CI artifact included. ``verdicts`` (cell to verdict) come from comparing
     the run with this baseline; without them, from the run's own ``verdict.json``. A regressed cell, or a missing one
-    (which is then retired), is only taken when ``cells`` names it in full or ``force`` is set. ``folder`` is the
-    baseline of one suite, by default ``<results_dir>/baselines/<hardware>/<suite>``.
+    (which is then retired), is only taken when ``cells`` names it in full or ``force`` is set.
 
     Raises ``ValueError`` when the reason is empty, no cell matches, or nothing could be taken.
     """
     if not reason.strip():
         raise ValueError("a reason is needed: say why this run is the reference now (--reason '...')")
-    run = run if isinstance(run, RunFolder) else find_run(run, results_dir)
+    run = run if isinstance(run, RunFolder) else find_run(run, how.get("results_dir", "results"))
     records = run.records()
     if not records:
         raise ValueError(f"{run.path} holds no record: there is nothing to accept")
@@ -91,7 +105,7 @@ def accept(
         if record["outcome"] != "skipped":  # a repeat that was not launched after one that ran out of memory
             by_cell.setdefault(record["cell"]["name"], []).append(record)
     missing = {name for name, verdict in verdicts.items() if verdict == "missing"} - set(by_cell)
-    named = _names(cells)
+    named, force = _names(how.get("cells")), how.get("force", False)
     selected = _select([*by_cell, *sorted(missing)], named, run.path)
 
     refused: dict[str, str] = {}
@@ -111,15 +125,14 @@ def accept(
         listed = "; ".join(f"{name}: {why}" for name, why in refused.items()) or "no cell was selected"
         raise ValueError(f"nothing of {run.path} was accepted: {listed}")
 
-    suite = records[0]["suite"]
-    target = Path(folder) if folder else baseline_folder(results_dir, hardware or hardware_key(records), suite)
+    target = target_folder(records, how)
     head = {
         "schema_version": SCHEMA_VERSION,
         "session": check_name(records[0]["session"], "session"),
         "run": records[0]["run"],
-        "suite": suite,
-        "accepted": (now or datetime.now(UTC)).isoformat(timespec="milliseconds"),
-        "by": by or _who(),
+        "suite": records[0]["suite"],
+        "accepted": (how.get("now") or datetime.now(UTC)).isoformat(timespec="milliseconds"),
+        "by": how.get("by") or _who(),
         "reason": reason.strip(),
         **records[0]["code"],
         "cells": sorted(taken),
@@ -177,8 +190,7 @@ def hardware_key(records: list[Record]) -> str:
     """Folder name of the hardware that a run was made for: its name and device count, such as ``cpu_x8``."""
     hardware = records[0]["cell"].get("hardware") or {}
     count = hardware.get("device_count") or max(record["world"]["size"] for record in records)
-    name = re.sub(r"_x[0-9]+$", "", hardware.get("name", "unknown"))  # h100_x8 with 4 devices is h100_x4
-    return f"{name}_x{count}"
+    return hardware_folder(hardware.get("name", "unknown"), count)
 
 
 def _who() -> str:

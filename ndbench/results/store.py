@@ -124,6 +124,11 @@ def read_record(path: str | Path) -> Record:
     return migrate(read_json(path), str(path))
 
 
+def hardware_folder(name: str, count: int) -> str:
+    """Folder of the baselines of ``count`` devices of a hardware file: ``cpu_x8``; h100_x8 with 4 is ``h100_x4``."""
+    return f"{re.sub(r'_x[0-9]+$', '', name)}_x{count}"
+
+
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+@-]*")
 
 

@@ -17,11 +17,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ndbench.measure.devices import hardware_key
 from ndbench.report.progress import Progress, duration
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline, read_baseline
-from ndbench.results.store import RunFolder, find_run
+from ndbench.results.store import RunFolder, find_run, hardware_folder
 from ndbench.run import launch as launching
 from ndbench.run.finish import finish
 from ndbench.run.plan import Plan
@@ -80,7 +79,7 @@ def _read_baseline(plan: Plan, results_dir: Path) -> Baseline | None:
     hardware = next(iter(plan.cells.values())).config.hardware
     count = hardware.device_count or max(cell.world_size for cell in plan.cells.values())
     return read_baseline(
-        plan.baseline, hardware=hardware_key(hardware, count), suite=plan.suite, results_dir=results_dir
+        plan.baseline, hardware=hardware_folder(hardware.name, count), suite=plan.suite, results_dir=results_dir
     )
 
 

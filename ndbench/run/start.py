@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from ndbench.config import Cell
-from ndbench.engines.protocol import asking, load_engine
 from ndbench.matrix.expand import Matrix
+from ndbench.matrix.resolve import plan_refusals
 from ndbench.report.tracker import check as check_tracker
 from ndbench.run.plan import Plan, interleave, new_run_name
 
@@ -60,29 +60,17 @@ def run_matrix(matrix: Matrix, *, max_failures: int | None, console: Console) ->
 
 
 def ask_engines(cells: list[Cell]) -> tuple[list[Cell], list[tuple[Cell, str]]]:
-    """(cells their engine can run, cells it refuses with the reason)."""
+    """(cells their engine can run, cells it refuses with the reason): of a matrix, so what needs no model's code was
+    asked before."""
     runnable: list[Cell] = []
     refused: list[tuple[Cell, str]] = []
     for cell in cells:
-        reason = _refusal(cell)
-        if reason is None:
-            runnable.append(cell)
+        reasons = plan_refusals(cell)
+        if reasons:
+            refused.append((cell, "; ".join(reasons)))
         else:
-            refused.append((cell, reason))
+            runnable.append(cell)
     return runnable, refused
-
-
-def _refusal(cell: Cell) -> str | None:
-    """The engine's own word on a cell, what only its model's code can tell included."""
-    named = cell.config.engine
-    with asking(cell):
-        engine = load_engine(named.name, named.target, **named.options)
-        reason = engine.refuse(cell)
-        if reason is None and hasattr(engine, "refuse_plan"):
-            reason = engine.refuse_plan(cell)
-    if reason is not None and not isinstance(reason, str):
-        raise ValueError(f"engine {named.target or named.name}: refuse() returned {reason!r}, not a line or None")
-    return reason
 
 
 def _repeats(cell: Cell) -> int:

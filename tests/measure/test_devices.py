@@ -155,12 +155,6 @@ def test_peaks_are_dense(name: str) -> None:
         assert peaks["fp8"] / peaks["bf16"] == pytest.approx(2, rel=0.03)
 
 
-def test_the_folder_of_a_machine_is_named_by_kind_and_ranks() -> None:
-    assert devices.hardware_key(HardwareConfig(name="cpu"), 8) == "cpu_x8"
-    assert devices.hardware_key(HardwareConfig(name="h200_x2"), 2) == "h200_x2"
-    assert devices.hardware_key(HardwareConfig(name="h200_x8"), 4) == "h200_x4"
-
-
 def test_looking_for_devices_imports_no_torch() -> None:
     code = (
         "import sys, ndbench.measure.devices as d, ndbench.measure.fingerprint as f;"

@@ -10,7 +10,15 @@ import pytest
 
 import ndbench.results
 from ndbench.results.frame import to_parquet
-from ndbench.results.store import RunFolder, UnreadableFile, find_run, read_json, read_record, write_json
+from ndbench.results.store import (
+    RunFolder,
+    UnreadableFile,
+    find_run,
+    hardware_folder,
+    read_json,
+    read_record,
+    write_json,
+)
 from tests.records import a_record, repeats
 
 
@@ -155,3 +163,9 @@ def test_reading_results_imports_neither_torch_nor_pandas() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_folder_of_a_machines_baselines_is_named_by_kind_and_count() -> None:
+    assert hardware_folder("cpu", 8) == "cpu_x8"
+    assert hardware_folder("h200_x2", 2) == "h200_x2"
+    assert hardware_folder("h200_x8", 4) == "h200_x4"
