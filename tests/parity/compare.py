@@ -21,8 +21,12 @@ TOLERANCE = 1e-5
 
 def errors(case: Case, plant: Any = nullcontext, timeout: float = 120.0) -> dict[str, tuple[float, str]]:
     """Worst relative error of ``case`` against one process, by kind, with where it is."""
+    return errors_of(case, pool(case.parallelism.world_size).run(ranks.train, case, plant, timeout=timeout))
+
+
+def errors_of(case: Case, results: list[dict[str, Any]]) -> dict[str, tuple[float, str]]:
+    """The same for what the ranks found already."""
     expected = reference.train(case)
-    results = pool(case.parallelism.world_size).run(ranks.train, case, plant, timeout=timeout)
     worst = {}
     for kind in ("loss", "norm"):
         each = [
@@ -44,7 +48,10 @@ def errors(case: Case, plant: Any = nullcontext, timeout: float = 120.0) -> dict
 
 
 def assert_parity(case: Case, tolerance: float = TOLERANCE) -> None:
-    found = errors(case)
+    assert_small(case, errors(case), tolerance)
+
+
+def assert_small(case: Case, found: dict[str, tuple[float, str]], tolerance: float = TOLERANCE) -> None:
     wrong = {kind: error for kind, error in found.items() if not error[0] <= tolerance}
     assert not wrong, f"{case.parallelism.layout} differs from one process by more than {tolerance:g}: {wrong}"
 

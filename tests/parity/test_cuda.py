@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ndbench.engines.bundled import BundledEngine
-from ndbench.engines.protocol import Batch
 from ndbench.parallel.mesh import Mesh, build_mesh
 from tests.parity import reference
 from tests.parity.cases import Case, batch, case, layout, llama, training
+from tests.parity.ranks import on_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICE = torch.device("cuda", 0)
@@ -36,11 +36,9 @@ def worst(here: Case, mesh: Mesh, sync: str = "error") -> tuple[float, float]:
     errors: dict[str, list[float]] = {"loss": [], "norm": []}
     for step in range(here.steps):
         data = batch(here, step, 0, 1)
-        parts = (data.input_ids, data.labels, data.position_ids, data.document_ids)
-        on_device = Batch(*(None if x is None else x.to(DEVICE) for x in parts))  # type: ignore[arg-type]
         torch.cuda.set_sync_debug_mode(sync if step == here.steps - 1 else "default")
         try:
-            done: Any = engine.step(on_device)
+            done: Any = engine.step(on_device(data, DEVICE))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         errors["loss"].append(abs(done.loss.item() / want["loss"][step] - 1))
