@@ -52,6 +52,6 @@ def _rank(rank: int, folder: str, task: Callable[[Any, str], Any], cases: list[A
     for index, case in enumerate(cases):
         found = task(case, on)
         torch.save(found, f"{folder}/{rank}.part")
-        os.replace(f"{folder}/{rank}.part", f"{folder}/{rank}.{index}")
+        Path(folder, f"{rank}.part").replace(Path(folder, f"{rank}.{index}"))
     dist.barrier()
     dist.destroy_process_group()
