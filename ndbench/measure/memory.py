@@ -21,6 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from ndbench.measure import _torch_private as private
 
+STEADY_PEAK_FROM = 2
+"""The peak of memory is taken from this step on: before it the optimizer's state does not exist yet."""
+
 
 class MemoryMeter:
     """Peaks of one rank since the last ``reset()``, in bytes; None where the device has no such counter."""

@@ -6,8 +6,32 @@ import ast
 import hashlib
 from pathlib import Path
 
-MEASUREMENT_SOURCES = ("measure/timing.py", "measure/memory.py", "measure/flops.py", "training/data.py")
+MEASUREMENT_SOURCES = (
+    "measure/timing.py",
+    "measure/memory.py",
+    "measure/flops.py",
+    "measure/shape.py",
+    "measure/attention_flops.py",
+    "measure/collectives.py",
+    "measure/modules.py",
+    "measure/yardstick.py",
+    "run/compiling.py",
+    "run/record.py",
+    "training/data.py",
+)
 """The modules that define what a measurement means; a change there makes records incomparable, not slower."""
+
+NOT_DEFINING = {
+    "measure/__init__.py": "empty",
+    "measure/_torch_private.py": "how torch is called; what is asked of it stands in the modules above",
+    "measure/devices.py": "which devices there are: stands in the fingerprint",
+    "measure/doctor.py": "judges a machine, stores nothing",
+    "measure/fingerprint.py": "compared by its own values",
+    "measure/pace.py": "judges a machine, stores nothing",
+    "measure/profile.py": "explains where a step's time went, decides nothing",
+    "measure/version.py": "this list",
+}
+"""Modules beside them that define no metric, and why."""
 
 
 def measurement_version() -> str:

@@ -26,7 +26,7 @@ from ndbench.engines.protocol import Batch, Engine, StepResult, load_engine
 from ndbench.measure.attention_flops import attention_formulas
 from ndbench.measure.collectives import CollectiveRecorder
 from ndbench.measure.fingerprint import usable_cpus
-from ndbench.measure.memory import MemoryMeter, TrackedMemory
+from ndbench.measure.memory import STEADY_PEAK_FROM, MemoryMeter, TrackedMemory
 from ndbench.measure.timing import Handicap, StepClock, burn
 from ndbench.measure.yardstick import run_yardstick
 from ndbench.parallel.mesh import Mesh, build_mesh
@@ -38,9 +38,6 @@ from ndbench.run.progress import StepCounter
 from ndbench.run.task import RankReport, Task
 from ndbench.run.turns import TurnTaker
 from ndbench.training.data import Dataset, build_dataset
-
-STEADY_PEAK_FROM = 2
-"""The peak of memory is taken from this step on: before it the optimizer's state does not exist yet."""
 
 FAILURE_GRACE = 0.3
 """Seconds between a rank's error and its end; several of the agent's polling intervals."""

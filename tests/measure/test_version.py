@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from ndbench.measure.version import measurement_version, stripped_source
+from pathlib import Path
+
+import pytest
+
+import ndbench
+from ndbench.measure import version
+from ndbench.measure.version import MEASUREMENT_SOURCES, NOT_DEFINING, measurement_version, stripped_source
+
+PACKAGE = Path(ndbench.__file__).parent
 
 
 def test_comments_and_docstrings_do_not_change_the_measurement() -> None:
@@ -18,3 +26,25 @@ def test_code_changes_the_measurement() -> None:
 def test_the_measurement_has_one_version_in_a_process() -> None:
     assert measurement_version() == measurement_version()
     assert len(measurement_version()) == 12
+
+
+def test_every_measuring_module_is_part_of_the_version_or_left_out_by_name() -> None:
+    """A new module in ``measure/`` fails here until it is in one of the two lists."""
+    there = {path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "measure").glob("*.py")}
+    assert there <= set(MEASUREMENT_SOURCES) | set(NOT_DEFINING), "say whether it defines a metric"
+    assert not set(MEASUREMENT_SOURCES) & set(NOT_DEFINING)
+    assert {name for name in MEASUREMENT_SOURCES if not (PACKAGE / name).is_file()} == set()
+
+
+@pytest.mark.parametrize("name", MEASUREMENT_SOURCES)
+def test_a_change_in_any_of_them_is_another_version(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for source in MEASUREMENT_SOURCES:
+        (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / source).write_text((PACKAGE / source).read_text())
+    monkeypatch.setattr(version, "__file__", str(tmp_path / "measure" / "version.py"))
+    assert measurement_version() == ORIGINAL
+    (tmp_path / name).write_text((tmp_path / name).read_text() + "\nMORE = 1\n")
+    assert measurement_version() != ORIGINAL
+
+
+ORIGINAL = measurement_version()
