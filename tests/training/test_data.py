@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ndbench.config import Config, DataConfig
-from ndbench.training.data import IGNORED, MarkovSource, build_dataset
+from ndbench.training.data import IGNORED, build_dataset
+from ndbench.training.sources import MarkovSource
 
 
 def config(name: str = "markov", **data: object) -> Config:
@@ -94,7 +95,7 @@ def test_a_batch_is_on_the_device_with_positions_of_a_whole_sequence() -> None:
     [
         ({"files": ["/nowhere/x.txt"], "name": "text"}, r"/nowhere/x\.txt cannot be read"),
         ({"name": "text"}, r"data\.files"),
-        ({"name": "tensor"}, "markov, source, text"),
+        ({"name": "tensor"}, "markov, source, text, dataset"),
         ({"valid_fraction": 0.0}, "above 0"),
     ],
 )
