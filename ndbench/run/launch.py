@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import psutil
@@ -56,8 +56,20 @@ def start_fork_server(model_types: set[str], start_method: str) -> None:
     forkserver.ensure_running()
 
 
-def launch(task: Task, world_size: int, timeout: float, start_method: str) -> LaunchResult:
-    """Run the ranks of ``task`` to their end or to ``timeout`` seconds. Raises :class:`Interrupted` on a signal."""
+def launch(
+    task: Task,
+    world_size: int,
+    timeout: float,
+    start_method: str,
+    *,
+    entry: Callable[[str], str] | None = None,
+    progress: Callable[[], object] | None = None,
+) -> LaunchResult:
+    """Run the ranks of ``task`` to their end or to ``timeout`` seconds. Raises :class:`Interrupted` on a signal.
+
+    ``entry`` is what a rank runs (default: a measurement). With ``progress`` the limit is the time for which its value
+    stays the same. Outside the main thread signals are the caller's.
+    """
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -80,9 +92,9 @@ def launch(task: Task, world_size: int, timeout: float, start_method: str) -> La
     )
     failure: ChildFailedError | None = None
     spared = frozenset(process.pid for process in ranks_of_this_process())
-    with _quiet_elastic(), _own_signal_handlers(), _Watchdog(timeout, spared) as watchdog:
+    with _quiet_elastic(), _own_signal_handlers(), _Watchdog(timeout, spared, progress) as watchdog:
         try:
-            elastic_launch(config, run_rank)(str(task.path))
+            elastic_launch(config, entry or run_rank)(str(task.path))
         except ChildFailedError as error:
             failure = error
         except SignalException as error:
@@ -91,21 +103,21 @@ def launch(task: Task, world_size: int, timeout: float, start_method: str) -> La
             kill_ranks(spared)
             shutil.rmtree(scratch, ignore_errors=True)
     reports = [RankReport.load(path) for rank in range(world_size) if (path := task.report_path(rank)).is_file()]
-    return _result(task, world_size, timeout, watchdog.expired, failure, reports)
+    return _result(task, world_size, watchdog, failure, reports)
 
 
 def _result(
-    task: Task, world_size: int, timeout: float, expired: bool, failure: Exception | None, reports: list[RankReport]
+    task: Task, world_size: int, watchdog: _Watchdog, failure: Exception | None, reports: list[RankReport]
 ) -> LaunchResult:
-    if failure is None and not expired:
+    if failure is None and not watchdog.expired:
         missing = world_size - len(reports)
         if missing:
             told = f"{missing} of {world_size} ranks ended with exit code 0 before their report"
             return LaunchResult("failed", told, reports, tail(task.log_path(0)))
         return LaunchResult("ok", reports=reports)
-    if expired:
+    if watchdog.expired:
         log = tail(task.log_path(0), lines=60)
-        reason = f"no end after {timeout:g} s; the stack of every rank is in its log"
+        reason = f"no {watchdog.waits_for} {watchdog.timeout:g} s; the stack of every rank is in its log"
         return LaunchResult("timeout", reason, reports, log)
     rank, how = _how_it_died(failure)
     failed = [report for report in reports if report.failed_at is not None]
@@ -150,11 +162,16 @@ def _is_spawned(process: psutil.Process) -> bool:
 
 
 class _Watchdog:
-    """Kills the ranks when a launch outlasts its limit, after they have written their Python stacks to their logs."""
+    """Kills the ranks when a launch outlasts its limit, after they have written their Python stacks to their logs.
 
-    def __init__(self, timeout: float, spared: frozenset[int]) -> None:
+    With ``progress``, when its value has not changed for that long.
+    """
+
+    def __init__(self, timeout: float, spared: frozenset[int], progress: Callable[[], object] | None = None) -> None:
         self.expired = False
-        self._timeout = timeout
+        self.timeout = timeout
+        self.waits_for = "end after" if progress is None else "progress for"
+        self._progress = progress
         self._spared = spared
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="ndbench-watchdog")
@@ -167,8 +184,21 @@ class _Watchdog:
         self._done.set()
         self._thread.join()
 
+    def _in_time(self) -> bool:
+        """Whether the launch has ended before its limit; returns at that moment or at the limit."""
+        if self._progress is None:
+            return self._done.wait(self.timeout)
+        last, since = self._progress(), time.monotonic()
+        while not self._done.wait(min(self.timeout / 4, 5.0)):
+            now = self._progress()
+            if now != last:
+                last, since = now, time.monotonic()
+            elif time.monotonic() - since > self.timeout:
+                return False
+        return True
+
     def _watch(self) -> None:
-        if self._done.wait(self._timeout):
+        if self._in_time():
             return
         self.expired = True
         for rank in ranks_of_this_process(self._spared):

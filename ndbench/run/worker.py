@@ -27,6 +27,7 @@ from ndbench.measure.attention_flops import attention_formulas
 from ndbench.measure.collectives import CollectiveRecorder
 from ndbench.measure.fingerprint import usable_cpus
 from ndbench.measure.memory import STEADY_PEAK_FROM, MemoryMeter, TrackedMemory
+from ndbench.measure.profile import profile_step
 from ndbench.measure.timing import Handicap, StepClock, burn
 from ndbench.measure.yardstick import run_yardstick
 from ndbench.parallel.mesh import Mesh, build_mesh
@@ -45,6 +46,11 @@ FAILURE_GRACE = 0.3
 
 def run_rank(task_path: str) -> str:
     """Entry point of a rank, started by torch elastic. Returns the outcome; the report lies in the task's folder."""
+    return rank_main(task_path, measure)
+
+
+def rank_main(task_path: str, work: Callable[[Task, int, RankReport], None]) -> str:
+    """The life of a rank around its ``work``: log, report, and what becomes of an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; ending the ranks is the agent's part
     rank = int(os.environ["RANK"])
     task = Task.load(Path(task_path))
@@ -52,7 +58,7 @@ def run_rank(task_path: str) -> str:
     log_to(task.log_path(rank))
     report = RankReport(rank=rank)
     try:
-        measure(task, rank, report)
+        work(task, rank, report)
         report.outcome = "ok"
     except torch.OutOfMemoryError as error:
         report.outcome, report.reason = "oom", str(error).splitlines()[0]
@@ -80,8 +86,8 @@ def _one_line(error: BaseException) -> str:
 def measure(task: Task, rank: int, report: RankReport) -> None:
     """Fill ``report``, which keeps what was measured when a later part raises."""
     cell = task.cell
-    device = _prepare_device(cell)
-    _init_process_group(cell, rank, device)
+    device = prepare_device(cell)
+    init_process_group(cell, rank, device, cell.config.measure.timeout)
     mesh = build_mesh(cell.parallelism, device.type)
     dataset = build_dataset(cell.config)
     torch.manual_seed(task.seed)
@@ -100,6 +106,8 @@ def measure(task: Task, rank: int, report: RankReport) -> None:
             report.structure = _structure_step(task, engine, dataset, mesh, device)
         if cell.config.measure.yardstick:
             report.yardstick_after = _yardstick(device)
+        if task.profile and ours:
+            report.profile = _profile_step(task, engine, dataset, mesh, device, rank)
         if hasattr(engine, "info"):
             facts = engine.info()
             dumps(facts, "the engine's info()")  # what JSON cannot hold is the engine's error, with its place
@@ -120,7 +128,8 @@ def _yardstick(device: torch.device) -> dict[str, float | None] | None:
             torch.cuda.empty_cache()
 
 
-def _prepare_device(cell: Cell) -> torch.device:
+def prepare_device(cell: Cell) -> torch.device:
+    """This rank's device, made the current one, and its CPU threads."""
     threads = cell.config.launcher.omp_num_threads or max(1, usable_cpus() // cell.world_size)
     torch.set_num_threads(threads)
     if cell.config.hardware.device == "cpu":
@@ -133,7 +142,8 @@ def _prepare_device(cell: Cell) -> torch.device:
     return device
 
 
-def _init_process_group(cell: Cell, rank: int, device: torch.device) -> None:
+def init_process_group(cell: Cell, rank: int, device: torch.device, timeout: float) -> None:
+    """Gloo on CPU, else NCCL; a collective that takes ``timeout`` seconds is an error."""
     # A prefix of its own: a user's script started by the command engine makes its default group on the same store.
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group(
@@ -141,7 +151,7 @@ def _init_process_group(cell: Cell, rank: int, device: torch.device) -> None:
         store=PrefixStore("ndbench", store),
         rank=rank,
         world_size=cell.world_size,
-        timeout=datetime.timedelta(seconds=cell.config.measure.timeout),
+        timeout=datetime.timedelta(seconds=timeout),
         device_id=None if device.type == "cpu" else device,
     )
 
@@ -247,6 +257,15 @@ def _structure_step(task: Task, engine: Engine, dataset: Dataset, mesh: Mesh, de
         "tracked_peak_bytes": None if tracked is None else tracked.peak,
         **compiling.counters(),
     }
+
+
+def _profile_step(
+    task: Task, engine: Engine, dataset: Dataset, mesh: Mesh, device: torch.device, rank: int
+) -> dict[str, Any]:
+    """A trace of one more step, outside the timed window; the ranks start it together."""
+    (batch,) = _batches(dataset, mesh, device, task.cell.config.training.steps + 1, 1)
+    dist.barrier()
+    return profile_step(lambda: engine.step(batch), device, task.trace_path(rank))
 
 
 def _synchronize(device: torch.device) -> None:
