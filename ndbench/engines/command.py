@@ -55,6 +55,8 @@ class CommandEngine:
             return f"engine.command: there is no file '{script}' in {Path.cwd()}"
         if cell.config.measure.handicap:
             return f"measure.handicap={cell.config.measure.handicap} cannot slow down another process"
+        if cell.config.measure.profile:
+            return "measure.profile=true cannot look into another process"
         return None
 
     def setup(self, cell: Cell, mesh: Mesh) -> None:

@@ -186,6 +186,10 @@ class RunFolder:
     def log_dir(self, cell: str, repeat: int) -> Path:
         return self.path / "logs" / f"{check_name(cell)}.r{repeat}"
 
+    def profile_dir(self, cell: str, repeat: int) -> Path:
+        """Traces of a profiled step, one a rank (``rank<i>.json.gz``), and ``breakdown.json``."""
+        return self.path / "profiles" / f"{check_name(cell)}.r{repeat}"
+
     def write_record(self, record: Record) -> Path:
         """Store a record under its cell and repeat; atomic, so a reader never sees half of it."""
         path = self.record_path(record["cell"]["name"], record["repeat"])

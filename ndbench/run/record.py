@@ -180,9 +180,21 @@ def _metrics(
         ),
         "time_to_first_step_seconds": metric(first.time_to_first_step, "s", "lower"),
     }
+    metrics.update(_profile_metrics(reports))
     for convention in ("causal", "palm"):
         metrics[f"mfu_{convention}"] = _mfu(cell, convention, step_seconds, config.training.precision)
     return metrics
+
+
+def _profile_metrics(reports: list[RankReport]) -> dict[str, dict[str, Any]]:
+    """The parts of a profiled step, each the mean over ranks, so that they add up to ``profile_step_seconds``."""
+    parts = [report.profile["breakdown"] for report in reports if report.profile is not None]
+    if len(parts) < len(reports):
+        return {}
+    return {
+        f"profile_{name}_seconds": metric(statistics.fmean(part[name] for part in parts), "s", "none")
+        for name in parts[0]
+    }
 
 
 def _mfu(cell: Cell, convention: str, step_seconds: float, precision: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ndbench.config import Cell
 from ndbench.measure.fingerprint import code_version, fingerprint
 from ndbench.measure.version import measurement_version
 from ndbench.results.schema import Record
-from ndbench.results.store import RunFolder
+from ndbench.results.store import RunFolder, write_json
 from ndbench.run import launch as launching
 from ndbench.run.locks import device_locks
 from ndbench.run.progress import StepCounter
@@ -71,6 +71,7 @@ class Measurer:
                     repeat=repeat,
                     seed=cell.config.training.seed,
                     structure=measure.structure and repeat == 0,
+                    profile=measure.profile and repeat == 0 and turns is None,
                     handicap=handicap_of(cell),
                     folder=scratch,
                     runner=os.getpid(),
@@ -85,6 +86,7 @@ class Measurer:
                 result = launching.launch(task, cell.world_size, measure.timeout, cell.config.launcher.start_method)
             record = self._record(cell, repeat, result, start)
             _keep_logs(task, cell.world_size, self.folder.log_dir(cell.name, repeat))
+            _keep_profile(task, result, self.folder.profile_dir(cell.name, repeat))
             return record
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -132,6 +134,18 @@ def _keep_logs(task: Task, world_size: int, folder: Path) -> None:
         if log.is_file() and log.stat().st_size:
             folder.mkdir(parents=True, exist_ok=True)
             shutil.move(log, folder / f"rank{rank}.log")
+
+
+def _keep_profile(task: Task, result: launching.LaunchResult, folder: Path) -> None:
+    """Move the ranks' traces into the run folder, with their breakdowns and longest kernels beside them."""
+    profiled = {f"rank{report.rank}": report.profile for report in result.reports if report.profile is not None}
+    if not profiled:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for report in result.reports:
+        if task.trace_path(report.rank).is_file():
+            shutil.move(task.trace_path(report.rank), folder / f"rank{report.rank}.json.gz")
+    write_json(folder / "breakdown.json", profiled)
 
 
 def _now() -> str:

@@ -26,8 +26,6 @@ def run_matrix(matrix: Matrix, *, max_failures: int | None, console: Console) ->
     """
     budget = budget_seconds(matrix.config.measure.budget)
     check_tracker(matrix.config.tracker)
-    if matrix.config.measure.profile:
-        raise ValueError("measure.profile=true: this version does not record profiles yet")
     runnable, refused = ask_engines(matrix.cells)
     if not runnable and len(refused) == 1 and not matrix.skipped:
         raise ValueError(f"{refused[0][0].name}: {refused[0][1]}")

@@ -27,6 +27,8 @@ class Task:
     """``time.time()`` of the launch, for the time to the first step."""
     turns: Path | None = None
     """Folder of the pipes over which the ranks are told when to step; null steps freely."""
+    profile: bool = False
+    """Trace one more step and break its time down."""
 
     @property
     def path(self) -> Path:
@@ -37,6 +39,9 @@ class Task:
 
     def log_path(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.log"
+
+    def trace_path(self, rank: int) -> Path:
+        return self.folder / f"trace{rank}.json.gz"
 
     @property
     def counter_path(self) -> Path:
@@ -50,6 +55,7 @@ class Task:
                 "repeat": self.repeat,
                 "seed": self.seed,
                 "structure": self.structure,
+                "profile": self.profile,
                 "handicap": self.handicap,
                 "folder": str(self.folder),
                 "runner": self.runner,
@@ -88,6 +94,7 @@ class RankReport:
     time_to_first_step: float | None = None
     memory: dict[str, int | None] | None = None
     structure: dict[str, Any] | None = None
+    profile: dict[str, Any] | None = None
     yardstick_before: dict[str, float | None] | None = None
     yardstick_after: dict[str, float | None] | None = None
     compile_seconds: float | None = None

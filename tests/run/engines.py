@@ -51,6 +51,8 @@ class SmallEngine:
         logits = self.model(batch.input_ids)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
         (loss / batch.labels.numel() / dist.get_world_size()).backward()
+        if self.fault == "late" and self.rank == self.on_rank:
+            time.sleep(0.2)  # the others wait in the collective
         for parameter in self.model.parameters():
             dist.all_reduce(parameter.grad)
         self.optimizer.step()

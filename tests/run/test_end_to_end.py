@@ -281,3 +281,20 @@ def test_a_plan_style_that_the_engine_does_not_know_is_refused_by_name_before_an
     assert len(error.splitlines()) == 1
     assert "moe" in error or "packed" in error
     assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.timeout(120)
+def test_a_profile_lies_in_the_run_folder_and_shows_a_rank_that_others_wait_for(tmp_path: Path) -> None:
+    words = ["measure.profile=true", "measure.repeats=1", "cells=*16", "+engine.options.fault=late"]
+    assert ndbench(tmp_path, *words, "training.steps=4", "measure.structure=false", "measure.yardstick=false") == 0
+    folder = latest(tmp_path)
+    (record,) = folder.records()
+    seconds = {name: record["metrics"][f"profile_{name}_seconds"]["value"] for name in ("step", "compute", "copy")}
+    exposed, idle = (record["metrics"][f"profile_{n}_seconds"]["value"] for n in ("exposed_communication", "idle"))
+    assert seconds["compute"] + seconds["copy"] + exposed + idle == pytest.approx(seconds["step"])
+    profile = folder.profile_dir(record["cell"]["name"], 0)
+    assert sorted(path.name for path in profile.iterdir()) == ["breakdown.json", "rank0.json.gz", "rank1.json.gz"]
+    waiting, late = (json.loads((profile / "breakdown.json").read_text())[f"rank{i}"]["breakdown"] for i in (0, 1))
+    assert waiting["exposed_communication"] > 0.15, "rank 1 comes 0.2 s late to its collective"
+    assert late["exposed_communication"] < 0.1
+    assert len(record["steps"]["seconds"]) == 4, "the profiled steps are none of the timed ones"
