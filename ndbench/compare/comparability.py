@@ -138,11 +138,15 @@ def _flat_part(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def code_change(base: Record, head: Record) -> str | None:
-    """``commit abc → def`` when the code under test is known to differ, or may (uncommitted changes); else null."""
+    """``commit abc → def`` when the code under test differs or may (uncommitted or unknown code); else null."""
     before, after = base["code"], head["code"]
-    if before == after and not after["dirty"]:
+    if before["commit"] is None and after["commit"] is None:
+        return "no commit is known on either side, so the code may differ"
+    if before == after and after["dirty"] is False:
         return None
     if before["commit"] == after["commit"]:
+        if not before["dirty"] and not after["dirty"]:
+            return f"whether {(after['commit'] or 'unknown')[:10]} had uncommitted changes is not known"
         return f"uncommitted changes on {(after['commit'] or 'unknown')[:10]}"
     return f"commit {_commit(before)} → {_commit(after)}"
 

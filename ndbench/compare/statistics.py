@@ -6,6 +6,7 @@ independent makes noise look significant. Pure functions of numbers; nothing her
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class Estimate:
         return t_tail(-self.effect / self.standard_error, self.degrees)
 
 
+@functools.lru_cache(maxsize=4096)
 def t_quantile(probability: float, degrees: float) -> float:
     """Quantile of Student's t."""
     from scipy.special import stdtrit

@@ -25,11 +25,11 @@ def noisy(mean: float, sd: float, count: int, seed: int = 0) -> list[float]:
     return [mean + sd * (v - centre) / scale for v in values]
 
 
-def test_the_five_largest_slowdowns_are_suspects_and_the_rest_is_said() -> None:
-    effects = {f"c{n}": n / 100 for n in range(10)} | {"faster": -0.5}
+def test_the_eight_largest_slowdowns_are_suspects_and_the_rest_is_said() -> None:
+    effects = {f"c{n:02}": n / 100 for n in range(13)} | {"faster": -0.5}
     chosen, rest = suspects(effects, 0.025)
-    assert chosen == ["c9", "c8", "c7", "c6", "c5"]
-    assert rest == ["c4", "c3"]
+    assert chosen == [f"c{n:02}" for n in range(12, 4, -1)]
+    assert rest == ["c04", "c03"]
     assert suspects({"a": 0.009}, 0.01) == ([], [])
 
 
@@ -109,3 +109,16 @@ def test_the_minimal_effect_is_seen_in_nine_of_ten_cases() -> None:
     seen = sum(p_slower([rng.gauss(effect, sd) for _ in range(count)]) < level for _ in range(2000))
     assert seen / 2000 == pytest.approx(0.9, abs=0.06)
     assert pairs_to_settle([0.0, 5.0] * 5, level, 1e-6) is None
+
+
+@pytest.mark.parametrize("effect", [0.008, 0.012, 0.02, 0.1])
+def test_the_pairs_that_would_settle_it_are_the_least_that_would(effect: float) -> None:
+    ratios = noisy(0.005, 0.02, 10)
+    enough = pairs_to_settle(ratios, 0.001, effect)
+
+    def least(count: int) -> float:
+        return minimal_paired_effect(0.02 / math.sqrt(count), count, 0.001)
+
+    assert enough is not None
+    assert least(enough) <= effect
+    assert enough == 11 or least(enough - 1) > effect

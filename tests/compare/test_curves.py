@@ -54,6 +54,16 @@ def test_another_machine_software_or_code_gets_the_tolerance_and_is_named(change
     assert said in far.reason
 
 
+def test_code_of_no_known_commit_is_not_taken_for_the_same_code() -> None:
+    """A wheel measured outside of any repository: its loss may have changed with its code."""
+    unknown = [{**record, "code": {"commit": None, "dirty": None}} for record in repeats()]
+    near = of([{**r, "code": {"commit": None, "dirty": None}} for r in repeats(loss=shifted(1e-7))], unknown)
+    assert near.verdict == "pass"
+    assert "not bitwise (no commit is known on either side" in near.reason
+    untold = [{**r, "code": {"commit": "a" * 40, "dirty": None}} for r in repeats(loss=shifted(1e-7))]
+    assert "not known" in of(untold, [{**r, "code": {"commit": "a" * 40, "dirty": None}} for r in repeats()]).reason
+
+
 def test_a_cell_that_is_not_deterministic_is_held_to_the_tolerance() -> None:
     cell = a_cell(deterministic=False)
     baseline = repeats(cell=cell)

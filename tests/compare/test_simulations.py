@@ -25,7 +25,7 @@ def table(model: str) -> dict[tuple[str, str], Tally]:
     sums: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for _ in range(SUITES // CHUNK):
         draws = draw(NOISE[model], CHUNK, rng)
-        for name, shift in _shifts().items():
+        for name, shift in _shifts(model).items():
             ours = our_rule(draws, shift, rng, RULE)
             sums.setdefault(("ndbench", name), []).append((ours.red, ours.found))
             for other, theirs in other_rules(draws, shift).items():
@@ -34,16 +34,16 @@ def table(model: str) -> dict[tuple[str, str], Tally]:
     print(f"\n{model}: suites of {CELLS} cells, {SUITES} drawn; red without a change %, first cell found %")
     for rule_name in ("ndbench", *OTHERS):
         found = "  ".join(f"{s} {rates[rule_name, s].found:5.1f}" for s in SHIFTS if s != "none")
+        everywhere = rates.get((rule_name, EVERY_CELL))
         row = f"  {rule_name:<26} red {rates[rule_name, 'none'].red:5.1f}   found {found}"
-        print(f"{row}   all +1 %: red {rates[rule_name, EVERY_CELL].red:5.1f}")
+        print(row + (f"   all +1 %: red {everywhere.red:5.1f}" if everywhere else ""))
     return rates
 
 
-def _shifts() -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
+def _shifts(model: str) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float64]]]:
     first = np.eye(CELLS)[0]
-    return {name: math.log1p(size) * first for name, size in SHIFTS.items()} | {
-        EVERY_CELL: np.full(CELLS, math.log1p(0.01))
-    }
+    everywhere = {EVERY_CELL: np.full(CELLS, math.log1p(0.01))} if model == "typical" else {}
+    return {name: math.log1p(size) * first for name, size in SHIFTS.items()} | everywhere
 
 
 @pytest.mark.parametrize("model", NOISE)
@@ -58,7 +58,6 @@ def test_a_suite_of_thirty_unchanged_cells_is_red_in_at_most_one_percent(model: 
         ("typical", "+2 %", 85.0),
         ("quiet", "+2 %", 99.0),
         ("drift 0.5 %", "+3 %", 97.0),
-        ("drift 0.7 %", "+3 %", 95.0),
     ],
 )
 def test_a_slower_cell_is_found(model: str, shift: str, least: float) -> None:
