@@ -5,6 +5,7 @@ Counted exactly on the CPU in ``test_memory.py``; offload can only be seen here,
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def of(parallelism: Any, **changes: Any) -> Case:
 
 
 def peak(here: Case, device: str) -> dict[str, int]:
-    """Bytes of this rank: held between steps, and at most during the second one."""
+    """Bytes of this rank beyond cuBLAS's own workspace: held between steps, and at most during the second one."""
     mesh = build_mesh(here.parallelism, device)
     engine = BundledEngine()
     at = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
@@ -47,9 +48,12 @@ def peak(here: Case, device: str) -> dict[str, int]:
     most = torch.cuda.max_memory_allocated()
     engine.close()
     del engine
+    gc.collect()  # a sharded model refers to itself; the next case starts from nothing
     torch.cuda.empty_cache()
+    left = torch.cuda.memory_allocated()
+    assert left < 2**27, f"{left} bytes left, cuBLAS alone keeps 2**26"
     dist.barrier()
-    return {"held": held, "peak": most}
+    return {"held": held - left, "peak": most - left}
 
 
 CASES = {
@@ -76,13 +80,13 @@ def found() -> dict[str, dict[str, int]]:
 
 @pytest.mark.timeout(300)
 def test_between_steps_a_rank_holds_its_shards_of_weights_and_moments(found: dict[str, dict[str, int]]) -> None:
-    assert found["none"]["held"] == pytest.approx(12 * ELEMENTS / GPUS, rel=0.05)
-    assert found["ddp"]["held"] == pytest.approx(12 * ELEMENTS, rel=0.05)
+    assert found["none"]["held"] == pytest.approx(12 * ELEMENTS / GPUS, rel=0.01)
+    assert found["ddp"]["held"] == pytest.approx(12 * ELEMENTS, rel=0.01)
 
 
 def test_offload_leaves_almost_nothing_on_the_device_between_steps(found: dict[str, dict[str, int]]) -> None:
     """Weights, gradients and moments are on the host; what comes back for a step is a block or two at a time."""
-    assert found["offload"]["held"] < 0.05 * found["none"]["held"]
+    assert found["offload"]["held"] < 0.01 * found["none"]["held"]
     assert found["offload"]["peak"] < found["none"]["peak"] - 12 * ELEMENTS / GPUS * 0.8
 
 
