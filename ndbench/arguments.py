@@ -144,6 +144,19 @@ VERBS: dict[str, Verb] = {
         "there at once and take turns of one step, and 6 to 12 residencies of gate.residency seconds decide.\n"
         "Exit codes as of 'ndbench run'.",
     ),
+    "train": Verb(
+        "train a model with the engine: log, evaluation, checkpoints, resume",
+        "ndbench train [KEY=VALUE …] [flags]",
+        (CONFIG_DIR,),
+        "Examples:\n"
+        "  ndbench train model=llama_tiny data=source parallelism=hsdp_tp training.steps=600 checkpoint.dir=runs/tiny\n"
+        "  ndbench train … checkpoint.dir=runs/tiny resume=auto          go on after whatever ended it\n"
+        "  ndbench train data=dataset data.dataset=FOLDER_OR_ID data.tokenizer=FOLDER_OR_ID …\n"
+        "  ndbench generate runs/tiny prompt='def '                      text from the newest checkpoint\n\n"
+        "checkpoint.dir=DIR keeps checkpoints (every checkpoint.every steps, at the end, and when it is stopped), and\n"
+        "log.jsonl beside them: a line a step. SIGTERM and SIGINT stop after the step in flight and a checkpoint.\n"
+        "Exit codes: 0 trained to the end; 143, 130 stopped by a signal; 2 usage or configuration; 3 a rank failed.",
+    ),
     "report": Verb(
         "show the verdict of a stored run again, or write it as Markdown, HTML or pictures",
         "ndbench report RUN [--markdown FILE] [--html FILE] [--png DIR]",
@@ -160,7 +173,7 @@ VERBS: dict[str, Verb] = {
             Flag(("--png",), "write the figures that compare layouts into this folder", "DIR", Path),
             Flag(
                 ("--baseline",),
-                "html: where the history comes from (default: what the run was compared with)",
+                "where the history comes from (default: what the run was compared with)",
                 "SOURCE",
             ),
         ),
@@ -266,7 +279,7 @@ def parse(verb: str, arguments: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"{verb}: {given} {', '.join(known.choices)}{close}")
     if len(words) < least or (most is not None and len(words) > most):
         raise UsageError(f"{verb}: {_words(len(words))} given; usage: {known.usage}")
-    if verb in ("run", "show", "ab", "selftest"):
+    if verb in ("run", "show", "ab", "selftest", "train"):
         for word in words:
             if not is_override(word):
                 hint = f"the verb comes first: ndbench {word} …" if word in VERBS else f"suite={word}, perhaps?"

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from ndbench.arguments import DEFAULT_VERB, VERBS, flags_of, takes_value
 
+FOLDERS = ("model.path", "data.tokenizer", "data.dataset", "results.dir", "checkpoint.dir", "baseline", "resume")
+"""Keys whose value may be a folder."""
+
 
 def answer(shell: str = "zsh", line: str = "", breaks: str = "=:") -> list[str]:
     """Candidates for the last word of ``line``; a blank after those that are whole words.
@@ -61,7 +64,7 @@ def candidates(words: list[str]) -> Iterator[str]:
         return
     if verb is None and not positionals:
         yield from VERBS
-    if verb in (None, "run", "show", "ab"):
+    if verb in (None, "run", "show", "ab", "train"):
         yield from _overrides(word, _config_dir(before))
     elif not positionals:
         yield from VERBS[verb].choices
@@ -106,9 +109,7 @@ def _values_of_key(key: str, typed: str, config_dir: Path | None) -> Iterator[st
     from ndbench.matrix.keys import VALUES, type_of
     from ndbench.matrix.sources import GROUPS, find_sources
 
-    if key in ("model.path", "data.tokenizer", "results.dir", "baseline") or (
-        key == "model" and typed[:1] in (".", "/")
-    ):
+    if key in FOLDERS or (key == "model" and typed[:1] in (".", "/")):
         yield from _folders(typed)
     elif key in GROUPS:
         yield from find_sources(config_dir).names(key)

@@ -85,7 +85,7 @@ class Measurer:
                 start = _now()
                 result = launching.launch(task, cell.world_size, measure.timeout, cell.config.launcher.start_method)
             record = self._record(cell, repeat, result, start)
-            _keep_logs(task, cell.world_size, self.folder.log_dir(cell.name, repeat))
+            keep_logs(task, cell.world_size, self.folder.log_dir(cell.name, repeat))
             _keep_profile(task, result, self.folder.profile_dir(cell.name, repeat))
             return record
         finally:
@@ -127,7 +127,7 @@ def devices_of(cell: Cell) -> list[str]:
     return [f"{cell.config.hardware.device}-{name.strip()}" for name in names[: cell.world_size]]
 
 
-def _keep_logs(task: Task, world_size: int, folder: Path) -> None:
+def keep_logs(task: Task, world_size: int, folder: Path) -> None:
     """Move what the ranks said into the run folder; a rank that said nothing leaves no file."""
     for rank in range(world_size):
         log = task.log_path(rank)

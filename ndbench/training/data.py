@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,6 +115,12 @@ class Dataset:
             # Prompts are what training masks, so the loss-bearing tokens are the last ones.
             labels[i, : self.sequence_length - self.valid_length(first + i)] = IGNORED
         return inputs, labels, positions, documents if self.source.packed else None
+
+    @cached_property
+    def identity(self) -> str:
+        """16 hex digits: what sequence each index stands for, whatever the batch size."""
+        shape = f"{self.sequence_length} {self.config.data.valid_fraction} {self.config.data.seed}"
+        return sha([shape.encode(), self.source.digest().encode()])
 
     @property
     def content_hash(self) -> str:

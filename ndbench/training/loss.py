@@ -76,8 +76,12 @@ def chunked_loss_sum(
 
     hidden is [tokens, hidden size], weight [vocabulary (or this rank's shard), hidden size], labels [tokens];
     ``transform`` is what the model does to its logits. The gradients of a chunk are computed with its loss, in forward,
-    so that nothing is computed twice.
+    so that nothing is computed twice; without gradients, in evaluation, none are.
     """
+    if not torch.is_grad_enabled():
+        pieces = zip(torch.split(hidden, chunk_size), torch.split(labels, chunk_size), strict=True)
+        sums = [loss(transform(F.linear(piece, weight, bias)), piece_labels) for piece, piece_labels in pieces]
+        return torch.stack(sums).sum()
     summed: torch.Tensor = _Chunked.apply(hidden, weight, bias, labels, loss, transform, chunk_size)  # type: ignore[no-untyped-call]
     return summed
 

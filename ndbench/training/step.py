@@ -49,27 +49,36 @@ class Step:
 
     def backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Leave the gradients of the global batch on the parameters; returns loss, their norm, and valid tokens."""
+        micro_batches = self.micro_batches(batch)
+        tokens = sum((labels != IGNORED).sum() for labels, _ in micro_batches)
+        assert isinstance(tokens, torch.Tensor), "a batch has sequences"
+        if self.mesh.loss.size() > 1:
+            dist.all_reduce(tokens, group=self.mesh.loss.get_group())
+        divisor = tokens.clamp(min=1).to(torch.float32)
+        summed = torch.zeros((), dtype=torch.float64, device=tokens.device)
+        for index, (labels, inputs) in enumerate(micro_batches):
+            set_gradient_sync(self.model, index + 1 == len(micro_batches))
+            loss = self.loss_sum(labels=labels, **inputs)
+            torch.autograd.backward(loss / divisor)
+            summed += loss.detach()
+        self.gradients.sum_over_tp()
+        # Ranks of one tp group have the same loss: each brings its share to the sum over the world.
+        norm, (total,) = self.gradients.norm(summed / self.mesh.config.tp_size)
+        return (total / divisor).to(torch.float32), norm.to(torch.float32), tokens
+
+    def micro_batches(self, batch: Batch) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        """(labels, further arguments of ``loss_sum``) of each micro-step: this rank's shard of every sequence."""
         config = self.mesh.config
         input_ids, labels, position_ids = (
             shard_sequence(x, config.cp_size, self.mesh.cp.get_local_rank(), config.cp_method)
             for x in (batch.input_ids, batch.labels, batch.position_ids)
         )
-        tokens = (labels != IGNORED).sum()
-        if self.mesh.loss.size() > 1:
-            dist.all_reduce(tokens, group=self.mesh.loss.get_group())
-        divisor = tokens.clamp(min=1).to(torch.float32)
         size = self.micro_batch_size or len(input_ids)
-        summed = torch.zeros((), dtype=torch.float64, device=input_ids.device)
+        made = []
         for start in range(0, len(input_ids), size):
             rows = slice(start, start + size)
-            set_gradient_sync(self.model, start + size >= len(input_ids))
             inputs = {"input_ids": input_ids[rows], "position_ids": position_ids[rows]}
             if batch.document_ids is not None:
                 inputs["document_ids"] = batch.document_ids[rows]
-            loss = self.loss_sum(labels=labels[rows], **inputs)
-            torch.autograd.backward(loss / divisor)
-            summed += loss.detach()
-        self.gradients.sum_over_tp()
-        # Ranks of one tp group have the same loss: each brings its share to the sum over the world.
-        norm, (total,) = self.gradients.norm(summed / config.tp_size)
-        return (total / divisor).to(torch.float32), norm.to(torch.float32), tokens
+            made.append((labels[rows], inputs))
+        return made

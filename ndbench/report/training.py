@@ -1,0 +1,161 @@
+"""What a person sees of a training run: its header, its progress as the log grows, and how it ended.
+
+Reads the log's lines; a live line on a terminal, one line every few seconds elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from ndbench.config import Cell
+from ndbench.report.progress import duration
+
+PRINT_SECONDS = 10.0
+"""Between two lines where there is no terminal."""
+
+REFRESH_SECONDS = 0.5
+
+
+class TrainingView:
+    """Told by the runner what happens; ``update`` reads what the log has new."""
+
+    def __init__(self, console: Console, cell: Cell, folder: Path) -> None:
+        self._console, self._cell, self._folder = console, cell, folder
+        self._path = folder / "log.jsonl"
+        self._old = {hash(line) for line in self._path.read_bytes().splitlines()} if self._path.is_file() else set()
+        self._inode, self._offset = (self._path.stat().st_ino, self._path.stat().st_size) if self._old else (0, 0)
+        self._last: dict[str, Any] | None = None
+        self._here = 0
+        self._busy = 0.0
+        self._first = 0
+        self._printed = time.monotonic()
+        self._drawn = 0.0
+        self._live: Live | None = None
+
+    def __enter__(self) -> TrainingView:
+        if self._console.is_terminal:
+            self._live = Live(Text(""), console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def began(self, text: tuple[int, int, bool] | None) -> None:
+        """The header; ``text`` is (tokens, documents, whether there was more) of what was read."""
+        config = self._cell.config
+        training, model = config.training, config.model
+        self._say(
+            f"{model.name} on {self._cell.world_size} ranks ({config.parallelism.layout}), {training.steps} steps of "
+            f"{training.global_batch_size} x {training.sequence_length} tokens, {training.precision}"
+        )
+        if text is not None:
+            tokens, documents, cut = text
+            more = f", cut at data.max_bytes {config.data.max_bytes:,}" if cut else ""
+            trained_on = max(tokens * (1 - config.evaluation.fraction), 1)
+            passes = training.steps * training.global_batch_size * training.sequence_length / trained_on
+            self._say(f"data={config.data.name}: {tokens:,} tokens, {documents:,} documents{more}; {passes:.1f} passes")
+        self._say(f"log: {self._path}")
+
+    def update(self) -> None:
+        """Read the log's new lines and show where the run is."""
+        for line in self._new_lines():
+            self._here += 1
+            self._first = self._first or line["step"]
+            self._busy += line["seconds"] + line.get("validation_seconds", 0.0) + line.get("checkpoint_seconds", 0.0)
+            self._last = line
+            if "validation_loss" in line:
+                self._print(line)
+        if self._last is None:
+            return
+        now = time.monotonic()
+        if self._live is not None:
+            if now - self._drawn > REFRESH_SECONDS:
+                self._drawn = now
+                self._live.update(Text(self._line(self._last), no_wrap=True, overflow="ellipsis"), refresh=True)
+        elif now - self._printed > PRINT_SECONDS and self._here:
+            self._print(self._last)
+
+    def note(self, line: str) -> None:
+        self._say(line, style="yellow")
+
+    def stopping(self, number: int) -> None:
+        name = signal.Signals(number).name
+        then = "a checkpoint follows" if self._cell.config.checkpoint.dir else "without checkpoint.dir nothing is kept"
+        self._say(f"{name}: stopping after the step in flight, {then}; once more ends it at once", style="yellow")
+
+    def killed(self, number: int) -> int:
+        """The second signal; returns the exit code."""
+        self._say("ended at once: the newest whole checkpoint is what there is", style="yellow")
+        return 128 + number
+
+    def failed(self, outcome: str, reason: str, log_tail: str) -> None:
+        for line in log_tail.splitlines():
+            self._say(f"  | {line}")
+        self._say(f"{outcome}: {reason}", style="bold red")
+        if self._cell.config.checkpoint.dir is not None:
+            self._say("once mended, resume=auto goes on from the newest whole checkpoint")
+
+    def ended(self, outcome: dict[str, Any]) -> None:
+        if self._last is not None and self._here and "validation_loss" not in self._last:
+            self._print(self._last)
+        word = f"stopped by {signal.Signals(outcome['stopped']).name}" if outcome["stopped"] else "done"
+        parts = [f"{word} after step {outcome['step']} of {self._cell.config.training.steps}"]
+        if outcome["validation_loss"] is not None:
+            parts.append(f"validation loss {outcome['validation_loss']:.4f}")
+        parts.append(f"checkpoint {outcome['checkpoint']}" if outcome["checkpoint"] else "no checkpoint")
+        self._say(", ".join(parts), style="bold")
+
+    def _new_lines(self) -> list[dict[str, Any]]:
+        """Whole lines that were appended; a resumed run first replaces the file, which keeps some of the old ones."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return []
+        if found.st_ino != self._inode:
+            self._inode, self._offset = found.st_ino, 0
+        if found.st_size <= self._offset:
+            return []
+        with self._path.open("rb") as stream:
+            stream.seek(self._offset)
+            text = stream.read()
+        whole, newline, _ = text.rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        return [json.loads(line) for line in whole.splitlines() if hash(line) not in self._old]
+
+    def _print(self, line: dict[str, Any]) -> None:
+        self._printed = time.monotonic()
+        self._say(self._line(line))
+
+    def _line(self, line: dict[str, Any]) -> str:
+        steps = self._cell.config.training.steps
+        each = self._busy / max(line["step"] - self._first + 1, 1)
+        parts = [f"step {line['step']}/{steps}", f"loss {_number(line['loss'], '.4f')}"]
+        if line.get("grad_norm") is not None:
+            parts.append(f"norm {line['grad_norm']:.3g}")
+        parts.append(f"{line['tokens_per_second']:,.0f} tokens/s")
+        parts.append(f"{line['memory_bytes'] / 2**20:,.0f} MiB a rank")
+        if "validation_loss" in line:
+            parts.append(f"validation loss {_number(line['validation_loss'], '.4f')}")
+        if line["step"] < steps:
+            parts.append(f"{duration(each * (steps - line['step']))} left")
+        return "  ".join(parts)
+
+    def _say(self, line: str, style: str = "") -> None:
+        self._console.print(Text(line), style=style, soft_wrap=True)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "nan" if value is None else format(value, form)

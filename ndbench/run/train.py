@@ -1,0 +1,201 @@
+"""``ndbench train``: from overrides to ranks that train, watched until they end.
+
+The parent reads the text once, starts the ranks through the launcher of the measurements, shows their log as it grows,
+and turns a signal into a stop after the step in flight. It computes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from ndbench.config import Cell
+from ndbench.matrix.expand import expand
+from ndbench.report.tracker import check as check_tracker
+from ndbench.report.training import TrainingView
+from ndbench.results.store import write_json
+from ndbench.run.plan import new_run_name
+from ndbench.run.start import ask_engines
+
+FAILED = 3
+"""Exit code of a run that a rank's error ended; one that a signal ended has 128 + its number."""
+
+POLL_SECONDS = 0.2
+
+
+def train(words: Sequence[str], config_dir: Path | None, console: Console) -> int:
+    """Train the one configuration that ``words`` compose; the exit code.
+
+    Raises ``ValueError`` before any process starts for what the user must change.
+    """
+    cell = the_cell(words, config_dir)
+    folder = output_folder(cell)
+    # Import torch: after everything that can be refused without it.
+    from ndbench.training.data import prepare
+
+    with ExitStack() as stack:
+        stack.enter_context(_alone_in(folder))
+        scratch = Path(tempfile.mkdtemp(prefix="ndbench-train-"))
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        corpus = prepare(cell.config, scratch / "data")
+        write_json(folder / "config.json", cell.to_dict())
+        view = stack.enter_context(TrainingView(console, cell, folder))
+        view.began(None if corpus is None else (len(corpus.tokens), len(corpus.starts), corpus.cut))
+        return _launch(cell, folder, scratch, view, stack)
+
+
+def the_cell(words: Sequence[str], config_dir: Path | None) -> Cell:
+    """The configuration to train. Raises ``ValueError`` for a matrix, or what cannot be trained."""
+    for word in words:
+        if word.startswith("suite="):
+            raise ValueError(f"train takes one configuration, '{word}' is many: choose groups and keys instead")
+    matrix = expand(words, config_dir)
+    if matrix.skipped:
+        cell, reason = matrix.skipped[0]
+        raise ValueError(f"{cell.name}: {reason}")
+    (cell,) = matrix.cells
+    config = cell.config
+    if config.engine.name != "ndbench":
+        raise ValueError(f"train is the bundled engine's: engine={config.engine.name} has a loop of its own")
+    check_tracker(config.tracker)
+    _, refused = ask_engines([cell])
+    if refused:
+        raise ValueError(f"{cell.name}: {refused[0][1]}")
+    return cell
+
+
+def output_folder(cell: Cell) -> Path:
+    """``checkpoint.dir``, else a new folder below ``results.dir``; made here. ``ValueError`` when it holds a run."""
+    config = cell.config
+    if config.checkpoint.dir is None:
+        for key, value in (("resume", config.resume), ("checkpoint.every", config.checkpoint.every)):
+            if value is not None:
+                raise ValueError(f"{key}={value} needs checkpoint.dir=FOLDER")
+        folder = Path(config.results.dir) / "train" / new_run_name()
+    else:
+        folder = Path(config.checkpoint.dir).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as stream:
+            stream.write(b"ndbench")
+    except OSError as error:
+        raise ValueError(f"folder {folder.absolute()} cannot be written: {error.strerror}") from error
+    log = folder / "log.jsonl"
+    if config.resume is None and log.is_file() and log.stat().st_size:
+        raise ValueError(f"{folder} holds a training run: resume=auto goes on with it, or name another checkpoint.dir")
+    return folder
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """One process at a time trains into a folder, which itself is the lock. Raises ``ValueError`` when one does."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process trains into {folder}: wait for its end") from None
+        except OSError:
+            pass  # a file system without locks must not stop a run
+        yield
+    finally:
+        os.close(handle)
+
+
+def _launch(cell: Cell, folder: Path, scratch: Path, view: TrainingView, stack: ExitStack) -> int:
+    from ndbench.run import launch as launching
+    from ndbench.run.locks import device_locks
+    from ndbench.run.progress import StepCounter
+    from ndbench.run.repeat import DEVICE_WAIT_SECONDS, devices_of, keep_logs
+    from ndbench.run.task import Task
+    from ndbench.run.train_worker import OUTPUT, STOP, train_rank
+
+    config = cell.config
+    if config.hardware.device != "cpu":  # ranks on a CPU share its cores with whoever is there anyway
+        stack.enter_context(device_locks(devices_of(cell), DEVICE_WAIT_SECONDS, view.note))
+    task = Task(
+        cell=cell,
+        repeat=0,
+        seed=config.training.seed,
+        structure=False,
+        handicap=0.0,
+        folder=scratch,
+        runner=os.getpid(),
+        started=time.time(),
+    )
+    task.save()
+    (scratch / OUTPUT).write_text(str(folder.absolute()))
+    beats = StepCounter(task.counter_path, create=True)
+    asked = StepCounter(scratch / STOP, create=True)
+    launching.start_fork_server(
+        {config.model.model_type} if config.model.model_type else set(), config.launcher.start_method
+    )
+    spared = frozenset(process.pid for process in launching.ranks_of_this_process())
+    ended: list[launching.LaunchResult | BaseException] = []
+
+    def run() -> None:
+        try:
+            limit, method = config.launcher.stall_timeout, config.launcher.start_method
+            ended.append(launching.launch(task, cell.world_size, limit, method, entry=train_rank, progress=beats.get))
+        except BaseException as error:
+            ended.append(error)
+
+    signals: list[int] = []
+    thread = threading.Thread(target=run, daemon=True, name="ndbench-launch")
+    with _heard(signals):
+        thread.start()
+        told = 0
+        while thread.is_alive():
+            thread.join(POLL_SECONDS)
+            if len(signals) > told:
+                told = len(signals)
+                if told == 1:
+                    asked.set(signals[0])
+                    view.stopping(signals[0])
+                else:
+                    launching.kill_ranks(spared)
+            view.update()
+    keep_logs(task, cell.world_size, folder / "logs")
+    view.update()
+    (result,) = ended
+    if len(signals) > 1:
+        return view.killed(signals[-1])
+    if isinstance(result, BaseException):
+        raise result
+    if result.outcome != "ok":
+        view.failed(result.outcome, result.reason or "", result.log_tail or "")
+        return FAILED
+    outcome: dict[str, Any] = result.reports[0].engine
+    view.ended(outcome)
+    return 128 + int(outcome["stopped"]) if outcome["stopped"] else 0
+
+
+@contextlib.contextmanager
+def _heard(signals: list[int]) -> Iterator[None]:
+    """Collect SIGINT and SIGTERM instead of being ended by them."""
+
+    def hear(number: int, _frame: FrameType | None) -> None:
+        signals.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
