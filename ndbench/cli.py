@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from ndbench.arguments import DEFAULT_VERB, help_text, parse, parser, split_verb
 from ndbench.failures import USAGE, Terminated, exit_of, open_streams, sigterm_raises
+from ndbench.report.plain import forgive
 from ndbench.verbs import function_of
 
 
@@ -18,6 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Never raises, and never ends the process by itself."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     open_streams()
+    for stream in (sys.stdout, sys.stderr):
+        forgive(stream)
     with sigterm_raises():
         try:
             code = _dispatch(arguments)

@@ -147,7 +147,8 @@ def _verdict(judged: _Judged, slower: bool, faster: bool, alpha: float) -> Metri
 
 
 def _sentence(slowdown: float, low: float | None, high: float | None, repeats: int, sessions: list[list[float]]) -> str:
-    interval = f" [{math.expm1(low):+.1%}, {math.expm1(high):+.1%}]" if low is not None and high is not None else ""
+    known = low is not None and high is not None and repeats >= MIN_REPEATS  # of fewer it would only be absurdly wide
+    interval = f" [{math.expm1(low or 0.0):+.1%}, {math.expm1(high or 0.0):+.1%}]" if known else ""
     total = sum(len(session) for session in sessions)
     plural = "s" if len(sessions) != 1 else ""
     return f"step time {slowdown:+.1%}{interval}, {repeats} against {total} repeats of {len(sessions)} session{plural}"

@@ -5,7 +5,6 @@ Reads a comparison and a plan; knows nothing of tables, Markdown or the terminal
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -16,6 +15,9 @@ from typing import Any
 
 from ndbench.compare.memory import said_bytes
 from ndbench.compare.result import VERDICTS, CellVerdict, Comparison, Current
+from ndbench.compare.statistics import MIN_REPEATS
+from ndbench.report.tracker import known_secrets
+from ndbench.report.wandb_runs import without_secrets
 
 Plan = Mapping[str, Any]
 WORDS = {"no_baseline": "no baseline"}
@@ -75,8 +77,8 @@ def row(cell: CellVerdict) -> Row:
     change = interval = ""
     if speed is not None and speed.change is not None:
         change = f"{speed.change:+.1%}"
-        if speed.low is not None and speed.high is not None:
-            interval = f"[{speed.low:+.0%}, {speed.high:+.0%}]"
+        bounds = change_interval(cell)
+        interval = f"[{bounds[0]:+.0%}, {bounds[1]:+.0%}]" if bounds is not None else ""
     if current is None or current.tokens_per_second is None:
         outcome = current.outcome if current is not None and current.outcome != "ok" else "-"
         layout = (current.layout if current is not None else None) or ""
@@ -84,7 +86,7 @@ def row(cell: CellVerdict) -> Row:
     return Row(
         cell=cell.name,
         layout=current.layout or "",
-        tokens=_figure(current.tokens_per_second),
+        tokens=figure(current.tokens_per_second),
         spread=_spread(current),
         change=change,
         interval=interval,
@@ -94,15 +96,40 @@ def row(cell: CellVerdict) -> Row:
     )
 
 
-def _figure(value: float) -> str:
+def figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _spread(current: Current) -> str:
-    """Half the 95 % interval over repeats, relative."""
+    """Half the 95 % interval over repeats, relative; ``n=2`` where so few repeats have none worth showing."""
+    if few(current):
+        return f"n={current.ok_repeats}"
     if current.tokens_low is None or current.tokens_high is None or not current.tokens_per_second:
         return ""
     return f"±{(current.tokens_high - current.tokens_low) / 2 / current.tokens_per_second:.0%}"
+
+
+def few(current: Current) -> bool:
+    """Whether an interval over the repeats says nothing: that of two is 13 standard errors wide."""
+    return current.ok_repeats < MIN_REPEATS
+
+
+def change_interval(cell: CellVerdict) -> tuple[float, float] | None:
+    """The 95 % interval of the change of tokens/s; null where there is none, or too few repeats for one."""
+    speed = cell.metric("tokens_per_second")
+    if speed is None or speed.low is None or speed.high is None or cell.current is None or few(cell.current):
+        return None
+    return speed.low, speed.high
+
+
+def few_line(comparison: Comparison) -> str | None:
+    """What ``n=2`` in the table means; null when it is not there."""
+    counts = sorted({c.ok_repeats for cell in comparison.cells if (c := cell.current) is not None and few(c)} - {0})
+    if not counts:
+        return None
+    said = " or ".join(str(count) for count in counts)
+    signs = ", ".join(f"n={count}" for count in counts)
+    return f"{signs}: {said} repeat{'s' * (counts != [1])}: too few for an interval, {MIN_REPEATS} or more give one"
 
 
 def by_severity(cells: Sequence[CellVerdict]) -> list[CellVerdict]:
@@ -130,7 +157,7 @@ def remarks(comparison: Comparison) -> list[str]:
         if cell.name not in explained:
             for text in [*cell.notes, *_passed_remarks(cell)]:
                 said.setdefault(text, []).append(cell.name)
-    return [f"{text} ({_listed(names)})" for text, names in said.items()]
+    return [f"{text} ({listed(names)})" for text, names in said.items()]
 
 
 def _passed_remarks(cell: CellVerdict) -> list[str]:
@@ -154,77 +181,7 @@ def folded(plan: Plan | None) -> list[tuple[str, str, list[str]]]:
     return [(kind, reason, names) for (kind, reason), names in groups.items()]
 
 
-def layouts(comparison: Comparison, plan: Plan | None) -> list[str]:
-    """The fastest layout and the Pareto front of speed against memory, for every workload that has several cells."""
-    groups: dict[str, list[CellVerdict]] = {}
-    described = {cell["name"]: cell for cell in (plan or {}).get("cells", [])}
-    for cell in comparison.cells:
-        if cell.current is not None and cell.current.outcome == "ok" and cell.current.tokens_per_second:
-            groups.setdefault(_workload(described.get(cell.name)), []).append(cell)
-    lines: list[str] = []
-    several = sum(len(group) > 1 for group in groups.values()) > 1
-    for workload, group in groups.items():
-        if len(group) > 1:
-            prefix = f"{_workload_name(workload)}: " if several else ""
-            lines += [prefix + line for line in _ranking(group)]
-    return lines
-
-
-def _workload(cell: Mapping[str, Any] | None) -> str:
-    """What must be equal for two cells' tokens/s to answer "which layout?"."""
-    if cell is None:
-        return ""
-    # How a rank cuts its share into micro-batches follows from the layout; the work of a step is the same.
-    training = {key: value for key, value in (cell.get("training") or {}).items() if key != "micro_batch_size"}
-    return json.dumps([cell.get("model"), training, cell.get("data"), cell.get("engine_config")], sort_keys=True)
-
-
-def _workload_name(workload: str) -> str:
-    model, training = json.loads(workload)[:2] if workload else ({}, {})
-    return f"{(model or {}).get('name', '?')}, {(training or {}).get('sequence_length', '?')} tokens"
-
-
-def _ranking(group: Sequence[CellVerdict]) -> list[str]:
-    ranked = sorted(((_speed(cell), cell) for cell in group), key=lambda pair: -pair[0])
-    best_speed, best = ranked[0]
-    assert best.current is not None, "only measured cells are ranked"
-    close = [
-        cell.name
-        for speed, cell in ranked[1:]
-        if cell.current is not None and (cell.current.tokens_high or speed) >= (best.current.tokens_low or best_speed)
-    ]
-    tie = f"; not told apart from it by these repeats: {_listed(close)}" if close else ""
-    lines = [f"fastest: {best.name}, {_figure(best_speed)} tokens/s{tie}"]
-    front = _pareto(ranked)
-    if len(front) > 1:
-        said = ", ".join(f"{cell.name} ({_figure(_speed(cell))} tokens/s, {_peak(cell)})" for cell in front)
-        lines.append(f"Pareto front of speed against memory: {said}")
-    elif front:
-        lines.append(f"Pareto front of speed against memory: {front[0].name} alone, the fastest and the smallest")
-    return lines
-
-
-def _speed(cell: CellVerdict) -> float:
-    return (cell.current.tokens_per_second or 0.0) if cell.current is not None else 0.0
-
-
-def _peak(cell: CellVerdict) -> str:
-    return said_bytes(cell.current.peak_bytes or 0) if cell.current is not None else ""
-
-
-def _pareto(ranked: Sequence[tuple[float, CellVerdict]]) -> list[CellVerdict]:
-    """Cells that no other beats in both, fastest first; those without a memory figure stay out."""
-    front: list[CellVerdict] = []
-    least: int | None = None
-    for _, cell in ranked:
-        peak = cell.current.peak_bytes if cell.current is not None else None
-        if peak is not None and (least is None or peak < least):
-            front.append(cell)
-            least = peak
-    return front
-
-
-def _listed(names: Sequence[str], most: int = 6) -> str:
+def listed(names: Sequence[str], most: int = 6) -> str:
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
 
@@ -277,8 +234,17 @@ _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u20
 
 
 def printable(text: str) -> str:
-    """Text of a log without terminal codes, so that it can neither colour nor rewrite a report."""
-    return _CONTROL.sub("", text.replace("\r\n", "\n"))
+    """Text without terminal codes, so that a log can neither colour nor rewrite a report, and without keys."""
+    shown: str = without_secrets(_CONTROL.sub("", text.replace("\r\n", "\n")), known_secrets())
+    return shown
+
+
+CLIPPED = 160
+"""Letters of a reason where the whole of it stands elsewhere in the report."""
+
+
+def clipped(text: str) -> str:
+    return text if len(text) <= CLIPPED else f"{text[:CLIPPED].rsplit(' ', 1)[0]} … (the rest among the reasons)"
 
 
 def tail(text: str | None, lines: int) -> list[str]:

@@ -67,6 +67,10 @@ def step_times(cell: Measured) -> tuple[Figure, str] | None:
     return {"data": traces, "layout": layout}, f"Steps that warm-up dropped, by repeat: {counts}."
 
 
+HERE = "this run"
+"""Stands for the session's name at the end of a history."""
+
+
 @dataclass(frozen=True)
 class Point:
     """One session of a cell's history."""

@@ -29,7 +29,7 @@ def write_files(
     plan = run.plan if run.plan_path.is_file() else None
     written: list[Path] = []
     if html is not None:
-        baseline, remarks = _history(run, records, comparison, results_dir, source)
+        baseline, remarks = history_of(run, records, comparison, results_dir, source)
         text = page.render(comparison, records, plan=plan, baseline=baseline, run_folder=run.path, remarks=remarks)
         page.write(html, text)
         written.append(html)
@@ -38,13 +38,25 @@ def write_files(
     return written
 
 
-def _history(
-    run: RunFolder, records: list[Record], comparison: Comparison, results_dir: Path | None, source: str | None
+def history_of(
+    run: RunFolder,
+    records: list[Record],
+    comparison: Comparison,
+    results_dir: Path | None,
+    source: str | None,
+    *,
+    fetch: bool = True,
 ) -> tuple[Baseline | None, list[str]]:
-    """The baseline as it was when the run ended; null with the reason when it cannot be read any more."""
+    """The baseline as it was when the run ended; null with the reason when it cannot be read any more.
+
+    Without ``fetch`` one that lies on a server is only named. Raises ``ValueError`` when a ``source`` that was named
+    cannot be read.
+    """
     if not records or (comparison.mode == "off" and source is None):
         return None, []
     planned = run.plan.get("baseline") if run.plan_path.is_file() else None
+    if not fetch and source is None and str(planned).startswith("wandb:"):
+        return None, [f"no history here: it is in {planned} (--baseline {planned} fetches it)"]
     folder = results_dir or (run.path.parent.parent if run.path.parent.name == "runs" else Path("results"))
     try:
         found = read_baseline(

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from ndbench.compare.result import CellVerdict, Comparison
-from ndbench.report import facts
+from ndbench.report import facts, ranking
 from ndbench.report.facts import Plan
 
 STEP_SUMMARY_LIMIT = 1024 * 1024
@@ -83,6 +83,9 @@ def _page(
         parts.append(_table(quiet))
     elif quiet:
         parts.append(_fold(f"{len(quiet)} cell{'s' * (len(quiet) != 1)} without objection", _table(quiet)))
+    legend = facts.few_line(comparison)
+    if legend is not None:
+        parts.append(escape(legend))
     if len(cells) < len(comparison.cells):
         parts.append(
             f"**{len(comparison.cells) - len(cells)} more cells** do not fit here; they are in `verdict.json`."
@@ -93,7 +96,7 @@ def _page(
         parts.append("\n".join(f"- {escape(text)}" for text in remarks))
     if len(blocks) < total_blocks:
         parts.append(f"**The reasons of {total_blocks - len(blocks)} more cells** do not fit here: see `verdict.json`.")
-    layouts = facts.layouts(comparison, plan)
+    layouts = ranking.layouts(comparison, plan)
     if layouts:
         parts.append("\n".join(f"- {escape(line)}" for line in layouts))
     away = facts.folded(plan)

@@ -16,7 +16,7 @@ from ndbench.compare.result import CellVerdict, Comparison, MetricVerdict
 from ndbench.report import facts, figures
 from ndbench.report.facts import Plan
 from ndbench.report.figures import Measured
-from ndbench.report.figures_cells import Point
+from ndbench.report.figures_cells import HERE, Point
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline
 
@@ -40,7 +40,6 @@ class Finding:
     verdict: str
     what: list[str]
     """The metrics, such as ``tokens/s -12.0 %``."""
-    why: list[str]
     surely: str
     since: str
     again: str | None
@@ -199,24 +198,24 @@ def commands(
 
 
 def findings(
-    made: Sequence[Row], comparison: Comparison, plan: Plan | None, baseline: Baseline | None
+    measured: Sequence[Measured], comparison: Comparison, plan: Plan | None, baseline: Baseline | None
 ) -> list[Finding]:
-    """The cells that make the gate fail, most severe first."""
+    """The cells that make the gate fail, most severe first. ``measured`` is what :func:`measured_cells` gave."""
     verdicts = {cell.name: cell for cell in comparison.cells}
     found = []
-    for row in made:
-        cell = verdicts[row.measured.name]
+    for index, own in enumerate(measured):
+        cell = verdicts[own.name]
         if cell.verdict in BAD:
             bad = [metric for metric in cell.metrics if metric.verdict in BAD]
+            sure = [said for metric in bad if (said := _surely(metric, cell))]
             found.append(
                 Finding(
                     cell=cell.name,
-                    index=row.index,
+                    index=index,
                     verdict=facts.word(cell.verdict),
-                    what=[_what(metric) for metric in bad] or [facts.word(cell.verdict)],
-                    why=[facts.printable(text) for text in cell.reasons],
-                    surely="; ".join(dict.fromkeys(_surely(metric) for metric in bad if _surely(metric))),
-                    since=_since(row, cell, baseline),
+                    what=[facts.clipped(_what(metric)) for metric in bad] or [facts.word(cell.verdict)],
+                    surely="; ".join(dict.fromkeys(sure)) or "exact: no statistics",
+                    since=_since(own, cell, baseline) or "no earlier session",
                     again=facts.reproduce_command(plan, cell.name),
                 )
             )
@@ -228,15 +227,19 @@ def _what(metric: MetricVerdict) -> str:
     if metric.metric == "outcome":
         return facts.printable(metric.reason)
     if metric.change is None or metric.metric in ("loss", "grad_norm", "structure"):
-        return f"{name}: {facts.printable(metric.reason)}"
+        reason = facts.printable(metric.reason)
+        return reason if reason.startswith(name) else f"{name}: {reason}"
     return f"{name} {metric.change:+.1%}"
 
 
-def _surely(metric: MetricVerdict) -> str:
+def _surely(metric: MetricVerdict, cell: CellVerdict) -> str:
     if metric.metric == "tokens_per_second":
         parts = []
-        if metric.low is not None and metric.high is not None:
-            parts.append(f"95 % interval {metric.low:+.1%} to {metric.high:+.1%}")
+        bounds = facts.change_interval(cell)
+        if bounds is not None:
+            parts.append(f"95 % interval {bounds[0]:+.1%} to {bounds[1]:+.1%}")
+        elif cell.current is not None and facts.few(cell.current):
+            parts.append(f"{cell.current.ok_repeats} repeats: too few for an interval")
         p = metric.details.get("p_slower", metric.details.get("p"))
         if p is not None:
             parts.append(f"p = {p:.1g}" if p >= 1e-4 else "p < 0.0001")
@@ -251,8 +254,10 @@ def _surely(metric: MetricVerdict) -> str:
     return ""
 
 
-def _since(row: Row, cell: CellVerdict, baseline: Baseline | None) -> str:
-    moved = [point for point in row.points if point.change is not None and point.change > 0]
+def _since(measured: Measured, cell: CellVerdict, baseline: Baseline | None) -> str:
+    slower = any(metric.metric == "tokens_per_second" and metric.verdict in BAD for metric in cell.metrics)
+    points = history_points(measured, baseline) if slower else []
+    moved = [point for point in points if point.change is not None and point.change > 0]
     if moved:
         return f"the level moved at session {moved[-1].session} ({moved[-1].when})"
     held = baseline.history(cell.against.name if cell.against else cell.name) if baseline is not None else []
@@ -260,7 +265,7 @@ def _since(row: Row, cell: CellVerdict, baseline: Baseline | None) -> str:
         return "" if cell.against is None else f"the baseline, {facts.age(cell.against.newest_days)} old"
     last = held[-1]
     commit = f", commit {last.commit[:10]}" if last.commit else ""
-    own = row.measured.records[0]["code"]["commit"] if row.measured.records else None
+    own = measured.records[0]["code"]["commit"] if measured.records else None
     return f"after session {last.session} ({_day(last.accepted)}{commit})" + (f"; here {own[:10]}" if own else "")
 
 
@@ -287,7 +292,7 @@ def history_points(cell: Measured, baseline: Baseline | None) -> list[Point]:
         )
     if not points:
         return []
-    return [*points, Point("this run", "this run", cell.values("tokens_per_second"))]
+    return [*points, Point(HERE, HERE, cell.values("tokens_per_second"))]
 
 
 def _day(moment: str) -> str:

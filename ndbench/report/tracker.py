@@ -6,6 +6,7 @@ Whatever happens there comes back as one line of warning. It changes no number a
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import netrc
 import os
@@ -158,9 +159,18 @@ def _converse(process: subprocess.Popen[bytes], job: bytes, answers: Any, timeou
 
 def known_secrets() -> list[str]:
     """The keys wandb would use here: from the environment, or from ``~/.netrc``."""
-    found = [os.environ.get("WANDB_API_KEY", "")]
     host = urlparse(os.environ.get("WANDB_BASE_URL", PUBLIC_SERVER)).hostname or ""
-    with contextlib.suppress(OSError, netrc.NetrcParseError):
-        known = netrc.netrc().authenticators(host)
-        found.append(known[2] if known else "")
+    found = [
+        os.environ.get("WANDB_API_KEY", ""),
+        *_netrc_keys(host, os.environ.get("NETRC") or "~/.netrc", os.environ.get("HOME")),
+    ]
     return [key for key in found if key]
+
+
+@functools.lru_cache(maxsize=8)
+def _netrc_keys(host: str, path: str, _home: str | None) -> tuple[str, ...]:
+    """Read once a process (and home): reports ask for every piece of text they show."""
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        known = netrc.netrc(str(Path(path).expanduser())).authenticators(host)
+        return (known[2],) if known else ()
+    return ()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ndbench.compare.result import Comparison
+from ndbench.compare.statistics import MIN_REPEATS
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Session
 
@@ -151,7 +152,10 @@ def comparison_run(
             if not isinstance(old, int | float):
                 old = new / (1 + metric.change) if new is not None and metric.change not in (None, -1) else None
             layout = cell.current.layout if cell.current else None
-            row = [cell.name, layout, metric.metric, old, new, metric.change, metric.low, metric.high]
+            # two repeats have an interval of thousands of percent: the records and verdict.json hold the numbers
+            few = cell.current is not None and cell.current.ok_repeats < MIN_REPEATS
+            bounds = [None, None] if few else [metric.low, metric.high]
+            row = [cell.name, layout, metric.metric, old, new, metric.change, *bounds]
             rows.append([*row, metric.verdict, metric.reason])
     hardware = sorted({(record["cell"].get("hardware") or {}).get("name", "") for record in records})
     code = records[0]["code"] if records else {}

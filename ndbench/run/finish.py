@@ -32,7 +32,14 @@ def finish(
         comparison.notes.extend(fresh.notes)
     if stopped is not None:
         comparison.notes.append(stopped)
-    print_comparison(comparison, plan=plan.to_dict(), run_folder=folder.path, console=console)
+    print_comparison(
+        comparison,
+        plan=plan.to_dict(),
+        run_folder=folder.path,
+        records=folder.records(),
+        baseline=baseline,
+        console=console,
+    )
     _write(plan, folder, comparison)
     done, warning = track(folder, comparison, next(iter(plan.cells.values())).config.tracker)
     if warning is not None:

@@ -40,10 +40,12 @@ def build_record(
             if contradiction is not None:
                 outcome, reason = "invalid", contradiction
     config = cell.parallelism
+    # records are committed and sent: a key in a command line, an error or a log stays out of them
+    hide = known_secrets()
     return new_record(
         run=run,
         suite=cell.suite,
-        cell=cell.to_dict(),
+        cell=without_secrets(cell.to_dict(), hide),
         cell_id=cell.cell_id,
         cell_version=cell_version,
         repeat=repeat,
@@ -51,8 +53,8 @@ def build_record(
         start=start,
         end=end,
         outcome=outcome,
-        reason=reason,
-        log_tail=without_secrets(result.log_tail, known_secrets()),
+        reason=without_secrets(reason, hide),
+        log_tail=without_secrets(result.log_tail, hide),
         code=code,
         fingerprint=fingerprint,
         world={
@@ -61,7 +63,7 @@ def build_record(
             "layout": config.layout,
             "rank_grid": rank_grid(config),
         },
-        **measured,
+        **measured | {"engine": without_secrets(measured.get("engine"), hide)},
     )
 
 

@@ -17,6 +17,7 @@ def main(args: argparse.Namespace) -> int:
 
     results_dir = args.results_dir or Path("results")
     run = find_run(args.words[-1], results_dir)
+    baseline = None
     if len(args.words) == 2 and Path(args.words[0]).is_file():
         from ndbench.config import GateConfig
         from ndbench.gate.foreign import comparison_with_file
@@ -37,5 +38,5 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print_json(comparison.to_json())
     else:
-        print_comparison(comparison, run.plan if run.plan_path.is_file() else None, run.path)
+        print_comparison(comparison, run, baseline)
     return comparison.exit_code

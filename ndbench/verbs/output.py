@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ndbench.compare.result import Comparison
+    from ndbench.results.sessions import Baseline
+    from ndbench.results.store import RunFolder
 
 WIDTH = 100
 """Columns of a table where there is no terminal to ask."""
@@ -25,7 +27,23 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1, allow_nan=False, default=str))
 
 
-def print_comparison(comparison: Comparison, plan: dict[str, Any] | None, folder: Path) -> None:
+def print_comparison(
+    comparison: Comparison,
+    run: RunFolder,
+    baseline: Baseline | None,
+    *,
+    remarks: Sequence[str] = (),
+    draw: bool = False,
+) -> None:
     from ndbench.report.console import print_comparison
 
-    print_comparison(comparison, plan=plan, run_folder=folder, console=console())
+    print_comparison(
+        comparison,
+        plan=run.plan if run.plan_path.is_file() else None,
+        run_folder=run.path,
+        records=run.records(),
+        baseline=baseline,
+        remarks=remarks,
+        draw=draw,
+        console=console(),
+    )

@@ -32,7 +32,10 @@ def main(args: argparse.Namespace) -> int:
         print(args.benchmark_json)
     if args.markdown is None:
         if args.html is None and args.png is None and args.benchmark_json is None:
-            print_comparison(comparison, plan, run.path)
+            from ndbench.report.files import history_of
+
+            baseline, remarks = history_of(run, run.records(), comparison, args.results_dir, args.baseline, fetch=False)
+            print_comparison(comparison, run, baseline, remarks=remarks, draw=True)
         return 0
     from ndbench.report.markdown import render
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ndbench.compare.result import Comparison, Current
 from ndbench.config import GateConfig
-from ndbench.report import facts, markdown
+from ndbench.report import facts, markdown, ranking
 from ndbench.report.console import print_comparison
 from ndbench.results.schema import Record
 from tests.compare.helpers import baseline_of, decide
@@ -98,7 +98,7 @@ def test_every_report_has_the_headline_the_figures_the_reasons_and_the_commands(
 
 
 def test_a_layout_that_another_beats_in_speed_and_memory_is_not_on_the_pareto_front() -> None:
-    front = facts.layouts(the_comparison(), the_plan(the_head()))[1]
+    front = ranking.layouts(the_comparison(), the_plan(the_head()))[1]
     assert front.endswith("memory: ddp8 (40,960 tokens/s, 300.00 MiB), fsdp8 (20,480 tokens/s, 100.00 MiB)")
 
 
@@ -146,12 +146,12 @@ def test_a_tie_for_the_fastest_is_said() -> None:
         a_record(name, repeat=n, seconds=0.1 * (1 + rng.uniform(-0.05, 0.05))) for name in ("a", "b") for n in range(3)
     ]
     comparison = decide(same_model(head), None)
-    assert "not told apart from it by these repeats" in facts.layouts(comparison, {"cells": plan_of(head)})[0]
+    assert "not told apart from it by these repeats" in ranking.layouts(comparison, {"cells": plan_of(head)})[0]
 
 
 def test_cells_of_different_workloads_are_not_ranked_against_each_other() -> None:
     head = [*repeats("a"), *repeats("b", seconds=0.2)]
-    assert facts.layouts(decide(head, None), {"cells": plan_of(head)}) == []
+    assert ranking.layouts(decide(head, None), {"cells": plan_of(head)}) == []
 
 
 def test_changed_software_of_passing_cells_is_said_once_with_their_names() -> None:
