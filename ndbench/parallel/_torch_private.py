@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 TRIED_TORCH = ("2.11.0", "2.13.0")
@@ -35,6 +36,16 @@ def group_name(group: dist.ProcessGroup) -> str:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that this rank holds: of a DTensor its local part itself (no view, no autograd)."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of ``model`` that belong to its state, by name, each once; not those that its code recomputes."""
+    lasting = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                lasting[f"{prefix}.{name}" if prefix else name] = buffer
+    return lasting
 
 
 def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
