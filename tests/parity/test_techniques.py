@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch._dynamo.testing
 
 from tests.parity import ranks
 from tests.parity.cases import case, layout, llama, training
-from tests.parity.compare import assert_parity, errors
+from tests.parity.compare import assert_parity, assert_small, errors
 from tests.parity.pool import pool
 
 FSDP_TP = layout(1, 2, 1, 2)
@@ -21,6 +27,30 @@ CP_TP = layout(1, 1, 2, 2)
 @pytest.mark.parametrize("parallelism", [layout(2), FSDP_TP, FSDP_CP, HSDP_TP], ids=lambda each: each.layout)
 def test_micro_batches_are_the_same_step_as_one_batch(parallelism: Any) -> None:
     assert_parity(case(parallelism, training=training(micro_batch_size=1)))
+
+
+@contextmanager
+def traced_only() -> Iterator[None]:
+    """torch.compile's tracing and autograd partitioning, without the code generator, which takes half a minute here."""
+    with patch.object(torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend=COUNTED)):
+        yield
+    torch._dynamo.reset()
+
+
+COUNTED = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+
+def graphs() -> int:
+    return COUNTED.frame_count
+
+
+@pytest.mark.parametrize("parallelism", [layout(1, 1, 1, 2), layout(1, 1, 2)], ids=lambda each: each.layout)
+def test_compiled_blocks_keep_the_numbers(parallelism: Any) -> None:
+    ranks_of_it = pool(parallelism.world_size)
+    before = ranks_of_it.run(graphs)
+    here = case(parallelism, llama(num_hidden_layers=1), training=training(compile=True), tensors=False)
+    assert_small(here, errors(here, traced_only))
+    assert all(now > then for now, then in zip(ranks_of_it.run(graphs), before, strict=True)), "nothing was compiled"
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
