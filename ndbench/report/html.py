@@ -9,14 +9,13 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ndbench.compare.memory import said_bytes
 from ndbench.compare.result import Comparison
-from ndbench.report import facts, figures, figures_cells, figures_layouts, page_facts
+from ndbench.report import facts, figures, figures_cells, figures_layouts, page_facts, pictures
 from ndbench.report.facts import Plan
 from ndbench.report.figures import Figure, Measured
 from ndbench.report.tracker import known_secrets
@@ -112,33 +111,16 @@ def write(path: str | Path, page: str) -> None:
 def save_pictures(
     comparison: Comparison, records: Sequence[Record], folder: str | Path, *, plan: Plan | None = None
 ) -> list[Path]:
-    """The overview figures as PNG files (900 pixels wide, doubled), for a README or a slide; returns their paths.
+    """The overview figures as PNG files (1800 pixels wide), for a README or a slide; returns their paths.
 
-    Raises ``ValueError`` when Plotly or its exporter (kaleido, and a Chromium it can find) is absent.
+    Raises ``ValueError`` when Matplotlib is absent or there is nothing to draw.
     """
-    try:
-        import kaleido  # noqa: F401
-        import plotly.graph_objects as go
-    except ImportError as error:
-        raise ValueError(f"pictures need {error.name}: pip install 'ndbench[report]'") from error
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    pictures.check()
     drawn: dict[str, Figure] = {}
     overview = _overview(page_facts.measured_cells(records, comparison, plan), drawn)
-    saved = []
-    for number, group in enumerate(overview):
-        for entry in group["figures"]:
-            figure = go.Figure(data=drawn[entry["id"]]["data"], layout=drawn[entry["id"]]["layout"])
-            figure.update_layout(template="plotly_white", title=f"{entry['title']}: {figures.text(group['title'])}")
-            stem = re.sub(r"[^a-z0-9]+", "-", f"{entry['kind']}-{group['title']}".lower()).strip("-")
-            path = folder / f"{number:02d}-{stem}.png"
-            try:
-                figure.write_image(path, width=900, height=int(drawn[entry["id"]]["layout"]["height"]) + 60, scale=2)
-            except (RuntimeError, ValueError) as error:
-                told = " ".join(str(error).split())[:200]
-                raise ValueError(f"cannot draw {path.name}: {told} (pictures need Chromium or Chrome)") from error
-            saved.append(path)
-    return saved
+    if not overview:
+        raise ValueError(f"run {comparison.run} has no picture to draw: no cell of it was measured to its end")
+    return pictures.save(Path(folder), overview, drawn)
 
 
 def overview_figures(comparison: Comparison, records: Sequence[Record], plan: Plan | None) -> dict[str, Figure]:
