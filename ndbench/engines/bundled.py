@@ -145,6 +145,12 @@ class BundledEngine:
             self._facts["attention_kernel"] = self._packed_kernel
         return self._step(batch)
 
+    @property
+    def stepper(self) -> Step:
+        """Model, loss, gradients and optimizer in one, for whoever trains beyond single steps."""
+        assert self._step is not None, "setup comes first"
+        return self._step
+
     def close(self) -> None:
         self.model = self._step = None
 
