@@ -334,6 +334,12 @@ def cell_from_dict(cell: dict[str, Any]) -> Cell:
     return Cell(name=cell["name"], suite=cell["suite"], config=_build(Config, groups, "cell"))
 
 
+def config_from_dict(values: dict[str, Any]) -> Config:
+    """Inverse of ``dataclasses.asdict``; raises ``ValueError`` naming a key that the schema lacks."""
+    config: Config = _build(Config, values, "config")
+    return config
+
+
 def _build(cls: Any, values: dict[str, Any], where: str) -> Any:
     known = {f.name: f for f in dataclasses.fields(cls)}
     unknown = sorted(set(values) - set(known))

@@ -233,7 +233,8 @@ def _own_signal_handlers() -> Iterator[None]:
 def _quiet_elastic() -> Iterator[None]:
     """Elastic logs every failure with a traceback of its own; what failed is in the record, so it stays quiet."""
     # each of its modules has a logger with a level of its own, so that the parent's would not reach them
-    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    loud = ("torch.distributed.elastic", "torch.multiprocessing")
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(loud)]
     levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     for logger in levels:
         logger.setLevel(logging.CRITICAL + 1)
