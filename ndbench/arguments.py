@@ -157,6 +157,14 @@ VERBS: dict[str, Verb] = {
         "log.jsonl beside them: a line a step. SIGTERM and SIGINT stop after the step in flight and a checkpoint.\n"
         "Exit codes: 0 trained to the end; 143, 130 stopped by a signal; 2 usage or configuration; 3 a rank failed.",
     ),
+    "generate": Verb(
+        "print text that a trained model writes",
+        "ndbench generate CHECKPOINT [prompt=TEXT] [max_tokens=200] [temperature=0.8] [top_k=50] [seed=0]",
+        (),
+        "CHECKPOINT is a checkpoint, or the folder of a training run, whose newest one is taken.\n"
+        "temperature=0 takes the likeliest token each time. Example: ndbench generate runs/tiny prompt='def '",
+        (1, None),
+    ),
     "report": Verb(
         "show the verdict of a stored run again, or write it as Markdown, HTML or pictures",
         "ndbench report RUN [--markdown FILE] [--html FILE] [--png DIR]",
