@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import zlib
-from contextlib import suppress
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ndbench.engines.bundled import BundledEngine
 from ndbench.parallel._torch_private import local_tensor
 from ndbench.parallel.initialize import local_slice
 from ndbench.parallel.mesh import Mesh, build_mesh
-from ndbench.parallel.state import Checkpoints
+from ndbench.parallel.state import CheckpointError, Checkpoints
 from tests.parity.cases import Case, batch
+
+Held = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor] | None]
+"""What one rank holds of each tensor: offset (empty for a whole one), global shape, values."""
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """Not a class of torch.optim: it is given the distributed parameters themselves."""
 
 
 class Run:
     """An engine in training on this rank."""
 
-    def __init__(self, case: Case, seed: int | None = None) -> None:
+    def __init__(self, case: Case) -> None:
         self.case = case
         self.mesh: Mesh = build_mesh(case.parallelism, "cpu")
         self.engine = BundledEngine(weight_jitter=case.weight_jitter)
@@ -31,6 +38,7 @@ class Run:
         self.arguments = (self.model, self.optimizer.optimizer, self.optimizer.parameters)
 
     def steps(self, first: int, count: int) -> list[float]:
+        """Train; the loss of each step."""
         losses = []
         for step in range(first, first + count):
             loss = self.engine.step(batch(self.case, step, self.mesh.batch_rank, self.mesh.batch_size)).loss
@@ -38,17 +46,26 @@ class Run:
             losses.append(loss.item())
         return losses
 
-    def state(self) -> dict[str, Any]:
-        """This rank's pieces of every parameter and moment as (offset, values); what is whole has no offset."""
-        found: dict[str, Any] = {}
+    def spoil(self, value: float) -> None:
+        """Every element of every parameter and moment becomes ``value``."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                local_tensor(parameter).fill_(value)
+            for state in self.optimizer.optimizer.state.values():
+                for each in state.values():
+                    local_tensor(each).fill_(value)
+
+    def held(self) -> Held:
+        """Copies of this rank's pieces of every parameter and moment."""
+        found: Held = {}
         names = {id(p): name for name, p in self.model.named_parameters()}
-        held = [p for group in self.optimizer.optimizer.param_groups for p in group["params"]]
-        for own, parameter in zip(held, self.optimizer.parameters, strict=True):
+        optimizer = self.optimizer.optimizer
+        for own, parameter in zip(optimizer.param_groups[0]["params"], self.optimizer.parameters, strict=True):
             rows, columns = local_slice(parameter)
-            offset = (rows.start, columns.start if columns is not None else 0)
+            offset = (rows.start, columns.start if columns is not None else 0)[: parameter.ndim]
             name, local = names[id(parameter)], local_tensor(parameter).detach()
             found[name] = (offset, tuple(parameter.shape), local.clone())
-            for key, value in self.optimizer.optimizer.state.get(own, {}).items():
+            for key, value in optimizer.state.get(own, {}).items():
                 if value is None:
                     found[f"{name}/{key}"] = None
                 elif local_tensor(value).shape == local.shape:
@@ -58,26 +75,78 @@ class Run:
         return found
 
 
-def save(case: Case, folder: Path, mode: str, steps: int, then: int = 1) -> dict[str, Any]:
-    """Take ``steps``, save, and take ``then`` more."""
+def save(case: Case, folder: Path, mode: str, steps: int, evaluate: bool = False) -> dict[str, Any]:
+    """Take ``steps``, save, and take one more."""
     run = Run(case)
     run.steps(0, steps)
-    state = run.state()
+    if evaluate:  # gathers the root's parameters, and no backward frees them again
+        sequence = torch.zeros(1, case.training.sequence_length // run.mesh.config.cp_size, dtype=torch.long)
+        with torch.no_grad():
+            run.model(input_ids=sequence, position_ids=sequence, use_cache=False)
     checkpoints = Checkpoints(folder, run.mesh, mode=mode)
-    checkpoints.save(steps, *run.arguments, {"step": steps})
-    losses = run.steps(steps, then)
+    seconds = checkpoints.save(steps, *run.arguments, {"step": steps, "next": {"document": 3}})
+    held = run.held()
+    losses = run.steps(steps, 1)
     checkpoints.wait()
-    return {"state": state, "loss": losses}
+    return {"held": held, "loss": losses, "seconds": seconds}
 
 
-def load(case: Case, folder: Path, then: int = 1) -> dict[str, Any]:
-    """Load into a model that starts from other weights, and take ``then`` steps."""
+def load(case: Case, folder: Path, stepped: int = 0) -> dict[str, Any]:
+    """Load into an engine in another state, and take one step."""
     run = Run(case)
-    with torch.no_grad():
-        for parameter in run.model.parameters():
-            local_tensor(parameter).fill_(7.0)
+    run.steps(0, stepped)
+    run.spoil(7.0)
     checkpoints = Checkpoints(folder, run.mesh)
     newest = checkpoints.newest()
     assert newest is not None
     progress = checkpoints.load(newest, *run.arguments)
-    return {"state": run.state(), "progress": progress, "loss": run.steps(progress["step"], then)}
+    held = run.held()
+    groups = [{key: v for key, v in g.items() if key != "params"} for g in run.optimizer.optimizer.param_groups]
+    return {"held": held, "progress": progress, "loss": run.steps(progress["step"], 1), "groups": groups}
+
+
+def refused(case: Case, path: Path, without_optimizer: bool = False) -> tuple[str, bool]:
+    """The error of loading ``path``, and whether model and optimizer are what they were."""
+    run = Run(case)
+    run.steps(0, 1)
+    before = run.held()
+    model, optimizer, parameters = run.arguments
+    try:
+        Checkpoints(path.parent, run.mesh).load(path, model, None if without_optimizer else optimizer, parameters)
+    except CheckpointError as error:
+        return str(error), same(before, run.held())
+    return "loaded", same(before, run.held())
+
+
+def same(one: Held, other: Held) -> bool:
+    """Bitwise."""
+    if one.keys() != other.keys():
+        return False
+    for name, mine in one.items():
+        theirs = other[name]
+        if mine is None or theirs is None:
+            if mine is not theirs:
+                return False
+        elif not (mine[:2] == theirs[:2] and torch.equal(mine[2], theirs[2])):
+            return False
+    return True
+
+
+def random_numbers(case: Case, folder: Path) -> list[tuple[list[float], list[float]]]:
+    """Numbers drawn after a save, and after loading it."""
+    run = Run(case)
+    torch.manual_seed(run.mesh.batch_rank)
+    random.seed(1 + run.mesh.batch_rank)
+    np.random.seed(2 + run.mesh.batch_rank)
+    checkpoints = Checkpoints(folder, run.mesh)
+    checkpoints.save(1, *run.arguments, {})
+    first = _draw()
+    _draw()
+    newest = checkpoints.newest()
+    assert newest is not None
+    checkpoints.load(newest, *run.arguments)
+    return [(first, _draw())]
+
+
+def _draw() -> list[float]:
+    return [*torch.rand(3).tolist(), random.random(), random.gauss(0, 1), *np.random.rand(3).tolist()]
