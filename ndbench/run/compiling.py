@@ -19,12 +19,26 @@ def _dynamo() -> Any:
     return sys.modules.get("torch._dynamo.utils")
 
 
+KEPT_COMPILATIONS = 100_000
+"""torch keeps the metrics of the last 64 by itself; a model of many blocks that recompiles has more."""
+
+
+def keep_count(compiled: bool) -> None:
+    """Call before anything is compiled: afterwards recompiles are counted from the metrics of every compilation."""
+    if compiled:
+        import torch._dynamo.utils as dynamo
+
+        dynamo.set_compilation_metrics_limit(KEPT_COMPILATIONS)  # type: ignore[no-untyped-call]
+
+
 def compile_time(compiled: bool) -> tuple[float | None, str]:
     """Seconds spent compiling so far; the on-disk cache was ``cold`` or ``warm``, or ``off`` when not compiled."""
     dynamo = _dynamo()
     if not compiled or dynamo is None:
         return None, "off"
-    seconds = sum(float(entry.entire_frame_compile_time_s or 0.0) for entry in dynamo.get_compilation_metrics())
+    # forward graphs when they are met, backward graphs at the first backward; the list of metrics keeps the last few
+    # compilations only, this sum keeps all
+    seconds = float(dynamo.calculate_time_spent()["total_wall_time"])
     return seconds, "warm" if dynamo.counters["inductor"].get("fxgraph_cache_hit", 0) else "cold"
 
 

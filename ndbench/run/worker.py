@@ -91,6 +91,7 @@ def measure(task: Task, rank: int, report: RankReport) -> None:
     mesh = build_mesh(cell.parallelism, device.type)
     dataset = build_dataset(cell.config)
     torch.manual_seed(task.seed)
+    compiling.keep_count(cell.config.training.compile)
     engine = load_engine(cell.config.engine.name, cell.config.engine.target, **cell.config.engine.options)
     try:
         engine.setup(cell, mesh)
@@ -170,26 +171,45 @@ def _timed_steps(
     fence = torch.zeros(1, device=device)
     meter, clock, results = MemoryMeter(device), StepClock(device.type), list[StepResult]()
     dist.barrier()
+    _synchronize(device)  # the data is there: nothing queued before belongs to the first step
     meter.reset()
     handicap = Handicap(task.handicap, device, lambda: dist.all_reduce(fence)) if task.handicap else None
+    began = time.time()
     clock.start()
     if task.turns is not None:
         _turns(task, engine, batches, device, report, lambda: dist.all_reduce(fence))
         return
     for step, batch in enumerate(batches):
-        results.append(engine.step(batch))
+        results.append(_checked(engine.step(batch), step))
         if handicap is not None:
             handicap.after_step()
         clock.tick()
         if counter is not None:
             counter.set(step)
-        if step == 0:
-            _synchronize(device)
-            report.time_to_first_step = time.time() - task.started
         if step + 1 == min(STEADY_PEAK_FROM, steps - 1):
             meter.reset()
     _report_steps(report, clock.seconds(), meter, results)
+    report.time_to_first_step = began + report.seconds[0] - task.started
     report.compile_seconds, report.compile_cache = compiling.compile_time(task.cell.config.training.compile)
+
+
+def _checked(result: StepResult, step: int) -> StepResult:
+    """``result`` when it can be read as a step. Looks at types alone, so that nothing waits for the device.
+
+    Raises ``TypeError`` at once: the other ranks should not go on to the end for a step that cannot be read.
+    """
+    for name in ("loss", "grad_norm", "tokens"):
+        value = getattr(result, name, _ABSENT)
+        if value is None and name != "loss":
+            continue
+        number = value.numel() == 1 if isinstance(value, torch.Tensor) else hasattr(type(value), "__float__")
+        if not number:
+            said = f"a {type(result).__name__} without it" if value is _ABSENT else f"{value!r:.80}"
+            raise TypeError(f"the engine's {name} at step {step} is {said}, not a number")
+    return result
+
+
+_ABSENT = object()
 
 
 def _report_steps(report: RankReport, seconds: list[float], meter: MemoryMeter, results: list[StepResult]) -> None:
@@ -219,7 +239,7 @@ def _turns(
     taker.ready()
     while (handicap := taker.wait()) is not None:
         began, cpu_began = time.perf_counter(), time.process_time()
-        result = engine.step(batches[len(seconds) % len(batches)])
+        result = _checked(engine.step(batches[len(seconds) % len(batches)]), len(seconds))
         _synchronize(device)
         if handicap:
             burn(handicap * (time.perf_counter() - began), device)

@@ -85,7 +85,8 @@ def test_a_good_repeat_is_ok_and_whole(tmp_path: Path) -> None:
     [
         ("raise", "failed", "rank 1: RuntimeError: loss scale 0 at step 2"),
         ("setup", "failed", r"rank [01]: ValueError: the 3 weights do not fit 4 ranks"),
-        ("nothing", "failed", r"rank [01]: AttributeError"),
+        ("nothing", "failed", r"rank [01]: TypeError: the engine's loss at step 0 is a NoneType without it, not a"),
+        ("text", "failed", r"rank [01]: TypeError: the engine's loss at step 0 is 'x', not a number"),
         ("oom", "oom", "rank 1: Tried to allocate 3.00 GiB"),
         ("killed", "failed", "rank 1 was killed by SIGKILL"),
         ("exit", "failed", "rank 1 ended with exit code 7"),
