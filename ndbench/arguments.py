@@ -211,6 +211,29 @@ VERBS: dict[str, Verb] = {
         (1, 1),
         ("models", "suites", "hardware", "parallelism", "engines"),
     ),
+    "import": Verb(
+        "translate an Accelerate or Axolotl configuration into a run of ndbench",
+        "ndbench import FILE [KEY=VALUE …] [flags]",
+        (
+            CONFIG_DIR,
+            Flag(("--output",), "write a suite: FOLDER/suites/NAME.yaml, or FOLDER for --config-dir", "PATH", Path),
+            Flag(
+                ("--world-size",),
+                "how many processes the run is launched with (Axolotl's file does not say)",
+                "N",
+                _count,
+            ),
+            JSON,
+        ),
+        "Every key of the file is listed as translated, understood (nothing to set) or not carried over, with why;\n"
+        "then the command lines that measure it, plan it and train with it. KEY=VALUE are overrides of your own,\n"
+        "which win: model=FOLDER, say, where the file's model is not known here.\n\n"
+        "Examples:\n"
+        "  ndbench import axolotl.yaml\n"
+        "  ndbench import default_config.yaml model=llama_8b training.micro_batch_size=1\n"
+        "  ndbench import axolotl.yaml --output mine && ndbench suite=axolotl --config-dir mine",
+        (1, None),
+    ),
     "doctor": Verb(
         "what this machine is, and what will and will not run here",
         "ndbench doctor [flags]",
@@ -287,6 +310,8 @@ def parse(verb: str, arguments: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"{verb}: {given} {', '.join(known.choices)}{close}")
     if len(words) < least or (most is not None and len(words) > most):
         raise UsageError(f"{verb}: {_words(len(words))} given; usage: {known.usage}")
+    if verb == "import" and all(is_override(word) for word in words):
+        raise UsageError("import: FILE is needed: ndbench import FILE [KEY=VALUE …]")
     if verb in ("run", "show", "ab", "selftest", "train"):
         for word in words:
             if not is_override(word):

@@ -64,7 +64,10 @@ def candidates(words: list[str]) -> Iterator[str]:
         return
     if verb is None and not positionals:
         yield from VERBS
-    if verb in (None, "run", "show", "ab", "train"):
+    if verb == "import" and not positionals:
+        yield from _folders(word)
+        yield from _files(word)
+    elif verb in (None, "run", "show", "ab", "train", "import"):
         yield from _overrides(word, _config_dir(before))
     elif not positionals:
         yield from VERBS[verb].choices
@@ -123,7 +126,7 @@ def _values_of_key(key: str, typed: str, config_dir: Path | None) -> Iterator[st
 def _values_of_flag(flag: str, typed: str, before: list[str]) -> Iterator[str]:
     if flag == "--resume":
         yield from _runs(before)
-    elif flag in ("--config-dir", "--results-dir", "--into", "--baseline", "--markdown"):
+    elif flag in ("--config-dir", "--results-dir", "--into", "--baseline", "--markdown", "--output"):
         yield from _folders(typed)
 
 
@@ -133,6 +136,14 @@ def _folders(typed: str) -> Iterator[str]:
     for path in (Path(above or "/") if slash else Path()).iterdir():
         if path.is_dir() and not path.name.startswith("."):
             yield f"{above}{slash}{path.name}/"
+
+
+def _files(typed: str) -> Iterator[str]:
+    """YAML files that begin with ``typed``."""
+    above, slash, _ = typed.rpartition("/")
+    for path in (Path(above or "/") if slash else Path()).iterdir():
+        if path.suffix in (".yaml", ".yml") and path.is_file():
+            yield f"{above}{slash}{path.name}"
 
 
 def _config_dir(before: list[str]) -> Path | None:

@@ -44,6 +44,7 @@ def complete(line: str) -> list[str]:
         ("ndbench baseline ac", ["accept "]),
         ("ndbench baseline --results-dir elsewhere ac", ["accept "]),
         ("ndbench list eng", ["engines "]),
+        ("ndbench import x.yaml training.prec", ["training.precision="]),
         ("ndbench completion z", ["zsh "]),
         ("ndbench report lat", ["latest "]),
         ("ndbench list suite=hs", []),
@@ -83,6 +84,8 @@ def test_runs_and_folders_are_completed(tmp_path: Path, monkeypatch: pytest.Monk
     assert complete("ndbench results.dir=other --resume 2026") == ["20261201-061500-ef34ab "]
     assert complete("ndbench compare latest --results-dir other 2026") == ["20261201-061500-ef34ab "]
     assert complete("ndbench --config-dir oth") == ["other/"]
+    (tmp_path / "other/axolotl.yaml").touch()
+    assert complete("ndbench import other/ax") == ["other/axolotl.yaml "]
     assert complete("ndbench --config-dir other/") == ["other/runs/"]
 
 

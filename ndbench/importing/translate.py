@@ -1,0 +1,134 @@
+"""A file of another tool to the overrides of the same run: the one entry of this room is :func:`import_file`."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ndbench.config import TrainingConfig
+from ndbench.importing import accelerate, axolotl
+from ndbench.importing.findings import LOST, Finding, Findings, words
+from ndbench.importing.reading import NAMES, read_file
+from ndbench.matrix.sources import GROUPS, SUITE_FOLDERS
+from ndbench.parallel.config import ParallelismConfig
+
+WHOLE_GROUPS = ("model", "parallelism")
+"""A choice of the user's among these replaces every key of the group that the file gave."""
+
+LEFT_OUT_AT_DEFAULT: dict[str, Any] = {
+    **{f"parallelism.{axis}_size": 1 for axis in ("dp_replicate", "cp", "tp")},
+    **{
+        f"parallelism.{field.name}": field.default
+        for field in dataclasses.fields(ParallelismConfig)
+        if not field.name.endswith("_size")
+    },
+    **{
+        f"training.{field.name}": field.default
+        for field in dataclasses.fields(TrainingConfig)
+        if field.name
+        in ("activation_checkpointing", "compile", "optimizer", "max_grad_norm", "min_learning_rate_ratio")
+    },
+}
+"""Keys that no file of ``conf`` sets for these runs: at the schema's default they need not stand on the line."""
+
+
+_NO_DEFAULT = object()
+
+
+@dataclass(frozen=True)
+class Imported:
+    """``findings`` in the order of the file, then what it leaves to its tool."""
+
+    path: str
+    tool: str
+    overrides: tuple[str, ...]
+    train_overrides: tuple[str, ...]
+    """For ``ndbench train``, which reads more of the file; empty when there is nothing that it alone would take."""
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    missing_model: str | None
+    settings: dict[str, Any]
+    """The overrides as a suite's settings."""
+
+    @property
+    def command(self) -> str:
+        return shlex.join(["ndbench", *self.overrides])
+
+    @property
+    def train_command(self) -> str:
+        return shlex.join(["ndbench", "train", *self.train_overrides]) if self.train_overrides else ""
+
+
+def import_file(path: str | Path, given: Sequence[str] = (), world_size: int | None = None) -> Imported:
+    """Translate; ``given`` are overrides of the user's own, which win.
+
+    ``world_size``: how many processes it is launched with, which an Axolotl configuration does not say. Raises
+    ``ValueError``, one line, naming the file.
+    """
+    tool, values, twice = read_file(Path(path))
+    found = Findings(str(path), values)
+    found.notes += [f"{key} is given twice in the file: the last counts" for key in twice]
+    if tool == "accelerate":
+        if world_size is not None:
+            found.values["num_processes"] = world_size
+        accelerate.translate(found)
+    else:
+        axolotl.translate(found, world_size)
+    own = dict(word.split("=", 1) for word in given)
+    for group in set(WHOLE_GROUPS) & set(own):
+        found.overrides = {key: value for key, value in found.overrides.items() if key.split(".")[0] != group}
+    if {"model", "model.path", "model.target"} & set(own):
+        found.missing_model = None
+    elif tool == "accelerate":
+        found.notes.append(accelerate.IN_THE_SCRIPT)
+    overrides = {
+        key: value
+        for key, value in found.overrides.items()
+        if key not in own and LEFT_OUT_AT_DEFAULT.get(key, _NO_DEFAULT) != value
+    }
+    ordered = dict(sorted(overrides.items(), key=lambda item: _place(item[0])))
+    training = {key: value for key, value in found.train.items() if key not in own}
+    order = {key: index for index, key in enumerate(values)}
+    return Imported(
+        path=str(path),
+        tool=NAMES[tool],
+        overrides=(*words(ordered), *given),
+        train_overrides=(*words(ordered | training), *given) if training else (),
+        findings=tuple(sorted(found.found, key=lambda finding: order.get(finding.key, len(order)))),
+        notes=tuple(found.notes),
+        missing_model=found.missing_model,
+        settings=ordered | {key: yaml.safe_load(value) for key, value in own.items()},
+    )
+
+
+def _place(key: str) -> tuple[int, int]:
+    """Groups before single keys, in the order of the schema."""
+    group = key.split(".")[0]
+    return ("." in key or group == "world_size", GROUPS.index(group) if group in GROUPS else 2)
+
+
+def suite_file(imported: Imported, target: Path) -> tuple[Path, str]:
+    """(path, content) of a suite of one cell with the imported settings, and every key that was lost as a comment.
+
+    ``target`` is a folder for ``--config-dir``, or a YAML file in its ``suites``. Raises ``ValueError`` otherwise, and
+    for a file that is there already.
+    """
+    path = target if target.suffix in (".yaml", ".yml") else target / "suites" / f"{Path(imported.path).stem}.yaml"
+    if path.suffix != ".yaml" or path.parent.name not in SUITE_FOLDERS:
+        raise ValueError(f"--output {target}: a suite is found as FOLDER/suites/NAME.yaml; name that, or FOLDER alone")
+    if path.exists():
+        raise ValueError(f"--output {path} is there already: it is not replaced")
+    lost = [finding for finding in imported.findings if finding.status == LOST]
+    comments = [f"# {imported.tool} configuration {Path(imported.path).name}, imported.", "# Not carried over:"]
+    comments += [f"#   {finding.key}: {finding.why}" for finding in lost] or ["#   nothing"]
+    suite = {
+        "description": f"imported from {Path(imported.path).name} ({imported.tool})",
+        "settings": {"all": imported.settings},
+    }
+    return path, "\n".join(comments) + "\n" + yaml.safe_dump(suite, sort_keys=False, width=120)

@@ -1,0 +1,36 @@
+"""``ndbench import``: a configuration of another trainer as a run of ndbench, with what became of each key."""
+
+from __future__ import annotations
+
+import argparse
+
+from ndbench.arguments import UsageError, is_override
+from ndbench.verbs.output import console, print_json
+
+
+def main(args: argparse.Namespace) -> int:
+    from ndbench.importing.translate import import_file, suite_file
+    from ndbench.matrix.expand import expand
+    from ndbench.report.importing import imported_json, print_imported
+    from ndbench.results.store import write_text
+
+    files = [word for word in args.words if not is_override(word)]
+    given = [word for word in args.words if is_override(word)]
+    if len(files) != 1:
+        raise UsageError(f"import: '{files[1]}' is one file too many")
+    if any(word.startswith(("suite=", "~")) for word in given):
+        raise UsageError("import: suite= and deletions cannot be given: the result is a single run")
+    imported = import_file(files[0], given, args.world_size)
+    # what the model is must be known before anything can be said of the whole
+    matrix = None if imported.missing_model else expand(imported.overrides, args.config_dir)
+    if args.output is not None and matrix is not None:
+        path, content = suite_file(imported, args.output)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, content)
+    if args.json:
+        print_json(imported_json(imported, matrix))
+    else:
+        print_imported(imported, matrix, path if args.output is not None and matrix is not None else None, console())
+    if imported.missing_model:
+        raise ValueError(f"{imported.path}: {imported.missing_model}")
+    return 0
