@@ -49,6 +49,8 @@ def translate_batch(found: Findings, batch_ranks: int) -> None:
     if not {"gradient_accumulation_steps", "batch_size"} & set(found.values):
         found.assumed("gradient_accumulation_steps", batch, f"Axolotl's default: {sum_of}")
     found.overrides |= batch
+    if found.flag("train_on_inputs") is False:
+        found.lost("train_on_inputs", "all labels count, or as many as data.valid_fraction says")
     packing = found.flag("sample_packing")
     if packing:
         found.lost(

@@ -147,7 +147,8 @@ class Findings:
                 continue
             for pattern, status, why in known:
                 if fnmatch.fnmatchcase(key, pattern):
-                    self._report(key, status, {}, why)
+                    off = self.values[key] is False and status == LOST
+                    self._report(key, UNDERSTOOD if off else status, {}, "off: nothing to set" if off else why)
                     break
             else:
                 self.lost(key, f"not a key of {tool} that is known here")
