@@ -97,7 +97,7 @@ def test_a_repeat_that_goes_wrong_is_exit_3_with_its_reason_and_the_other_record
 ) -> None:
     assert ndbench(tmp_path, "measure.repeats=1") == 0
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.r0.json")}
-    code = ndbench(tmp_path, f"+engine.options.fault={fault}", "measure.timeout=6")
+    code = ndbench(tmp_path, "measure.repeats=2", f"+engine.options.fault={fault}", "measure.timeout=6")
     assert code == 3
     records = latest(tmp_path).records()
     assert {r["outcome"] for r in records if r["repeat"] == 0} == {outcome}
@@ -185,7 +185,7 @@ def test_a_used_up_budget_finishes_the_first_round_and_starts_no_other(tmp_path:
 
 def _start(results: Path, *words: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "ndbench", "--config-dir", str(CONF), "suite=two", "world_size=2", *ENGINE]
-    command += [f"results.dir={results}", "+engine.options.seconds=0.1", *words]
+    command += [f"results.dir={results}", "measure.repeats=2", "+engine.options.seconds=0.1", *words]
     # a session of its own: a signal to it must not reach the tests, and Ctrl-C reaches all of a group
     return subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
