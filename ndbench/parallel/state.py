@@ -24,10 +24,10 @@ from ndbench.parallel.mesh import Mesh
 from ndbench.parallel.state_files import DTYPE_NAMES, CheckpointError, blocks, check_block, names_file, remove
 from ndbench.parallel.state_gather import agree, together
 from ndbench.parallel.state_huggingface import hf_config, write_hf
-from ndbench.parallel.state_index import Index, read_index, whole_checkpoints
+from ndbench.parallel.state_index import INDEX, Index, read_index, whole_checkpoints
 from ndbench.parallel.state_optimizer import OptimizerState
 from ndbench.parallel.state_pieces import Piece, elect, model_pieces, reshard
-from ndbench.parallel.state_random import random_states, restore_random_states
+from ndbench.parallel.state_random import prepare_random_states, random_states
 from ndbench.parallel.state_read import Slices
 from ndbench.parallel.state_write import (
     Background,
@@ -136,10 +136,12 @@ class Checkpoints:
         index = together(lambda: read_index(path))
         pieces = model_pieces(model, self.world_size)
         state = together(lambda: self._match(index, model, pieces, optimizer, parameters))
-        together(lambda: self._check_files(index))
+        restore_random = together(lambda: self._random(index))
         slices = Slices(path, index.tensors)
         try:
+            together(lambda: self._check_files(index, slices))
             together(lambda: self._read(index, pieces, state, slices))
+            restore_random()
         finally:
             slices.close()
         progress: dict[str, Any] = index.rest["progress"]
@@ -261,11 +263,23 @@ class Checkpoints:
             raise CheckpointError(f"{index.folder} cannot be resumed: {reason}")
         return state
 
-    def _check_files(self, index: Index) -> None:
-        """This rank's share of all blocks of all files."""
+    def _random(self, index: Index) -> Callable[[], None]:
+        if index.rest["degrees"] != self.mesh.config.sizes:
+            return lambda: None
+        try:
+            return prepare_random_states(index.rest["random"][self.rank], self.mesh.device_type)
+        except (LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{index.folder / INDEX} has no states of random numbers: {error}") from error
+
+    def _check_files(self, index: Index, slices: Slices) -> None:
+        """This rank's share of all blocks of all files, and of the files' headers."""
         every = [(name, block) for name, record in sorted(index.files.items()) for block in blocks(record)]
         for name, block in every[self.rank :: self.world_size]:
             check_block(index.folder / name, index.files[name], block)
+        for name in sorted({file for stored in index.tensors.values() for file, _, _ in stored.pieces})[
+            self.rank :: self.world_size
+        ]:
+            slices.check(name)
 
     def _read(self, index: Index, pieces: dict[str, Piece], state: OptimizerState | None, slices: Slices) -> None:
         for piece in pieces.values():
@@ -273,5 +287,3 @@ class Checkpoints:
         if state is not None:
             shapes = {name: (stored.shape, stored.dtype) for name, stored in index.tensors.items()}
             state.restore(index.rest["optimizer"], index.rest["values"], shapes, slices.read)
-        if index.rest["degrees"] == self.mesh.config.sizes:
-            restore_random_states(index.rest["random"][self.rank], self.mesh.device_type)

@@ -210,6 +210,21 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
+def overlap(
+    offset: Sequence[int], size: Sequence[int], other_offset: Sequence[int], other_size: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...], int] | None:
+    """Where two boxes meet, as slices of the first and of the second, and the number of elements; None if nowhere."""
+    mine, theirs, count = [], [], 1
+    for a, length, b, other_length in zip(offset, size, other_offset, other_size, strict=True):
+        start, stop = max(a, b), min(a + length, b + other_length)
+        if stop <= start:
+            return None
+        mine.append(slice(start - a, stop - a))
+        theirs.append(slice(start - b, stop - b))
+        count *= stop - start
+    return tuple(mine), tuple(theirs), count
+
+
 @contextmanager
 def names_file(path: Path) -> Iterator[None]:
     """An ``OSError`` inside becomes a :class:`CheckpointError` that names ``path``."""

@@ -23,11 +23,12 @@ def agree(error: Exception | None) -> None:
     errors: list[str | None] = [None] * dist.get_world_size()
     kind = "" if error is None or isinstance(error, CheckpointError) else f"{type(error).__name__}: "
     dist.all_gather_object(errors, None if error is None else f"{kind}{error}")
-    if error is not None:
+    if kind:
+        assert error is not None
         raise error
-    for rank, text in enumerate(errors):
+    for text in errors:
         if text is not None:
-            raise CheckpointError(f"rank {rank}: {text}")
+            raise CheckpointError(text) from error
 
 
 def together(work: Callable[[], T]) -> T:

@@ -10,26 +10,31 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ndbench.parallel.state_files import DTYPES, CheckpointError, names_file, write_bytes
+from ndbench.parallel.state_files import DTYPES, CheckpointError, names_file, overlap, write_bytes
 
 FORMAT = 1
 INDEX, MARKER = "checkpoint.json", "complete.json"
 NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
+Piece = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""File, offset and size of a part of a tensor."""
+
+
 @dataclass(frozen=True)
 class Stored:
-    """A saved tensor: its global shape, and its pieces as (file, offset, size)."""
+    """A saved tensor: its global shape and its pieces."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,8 @@ def _parse(folder: Path, content: dict[str, Any]) -> Index:
                 raise CheckpointError(f"{folder / INDEX} has no file '{file}', where a part of {name} should be")
             if any(a + b > c for a, b, c in zip(offset, size, shape, strict=True)):
                 raise ValueError(f"a piece of {name} lies outside of it")
+        if not _disjoint(pieces):
+            raise ValueError(f"pieces of {name} overlap")
         found = sum(math.prod(size) for _, _, size in pieces)
         if found != math.prod(shape):
             raise CheckpointError(f"{folder / INDEX} has {found} of the {math.prod(shape)} elements of {name}")
@@ -119,6 +126,18 @@ def _parse(folder: Path, content: dict[str, Any]) -> Index:
             content["values"][name.split("/", 2)[1]].items()
     rest = {key: content[key] for key in ("step", "mode", "degrees", "optimizer", "values", "random", "progress")}
     return Index(folder, files, tensors, rest)
+
+
+def _disjoint(pieces: Sequence[Piece]) -> bool:
+    """Do no two pieces share an element? In order of their first row, so that few are compared."""
+    active: list[Piece] = []
+    for piece in sorted(pieces, key=lambda each: each[1]):
+        _, offset, size = piece
+        active = [each for each in active if not offset or each[1][0] + each[2][0] > offset[0]]
+        if any(overlap(offset, size, *each[1:]) for each in active):
+            return False
+        active.append(piece)
+    return True
 
 
 def _integers(values: list[Any]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ has one; the optimizer's tensors are ``optimizer/<parameter>/<key>``. It knows n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -87,18 +87,3 @@ def elect(pieces: Iterable[Piece], rank: int, spread: bool) -> list[Piece]:
         if each.holders[writer] == rank and not empty_part:
             mine.append(each)
     return mine
-
-
-def overlap(
-    offset: Sequence[int], size: Sequence[int], other_offset: Sequence[int], other_size: Sequence[int]
-) -> tuple[tuple[slice, ...], tuple[slice, ...], int] | None:
-    """Where two boxes meet, as slices of the first and of the second, and the number of elements; None if nowhere."""
-    mine, theirs, count = [], [], 1
-    for a, length, b, other_length in zip(offset, size, other_offset, other_size, strict=True):
-        start, stop = max(a, b), min(a + length, b + other_length)
-        if stop <= start:
-            return None
-        mine.append(slice(start - a, stop - a))
-        theirs.append(slice(start - b, stop - b))
-        count *= stop - start
-    return tuple(mine), tuple(theirs), count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,22 +23,38 @@ def random_states(device_type: str) -> dict[str, Any]:
     }
 
 
-def restore_random_states(states: dict[str, Any], device_type: str) -> None:
-    """Set what :func:`random_states` gave; the device's only if there was one."""
-    torch.set_rng_state(_tensor(states["torch"]))
+def prepare_random_states(states: dict[str, Any], device_type: str) -> Callable[[], None]:
+    """A function that sets what :func:`random_states` gave; the device's only if there was one.
+
+    Raises ``ValueError`` or ``TypeError`` for what cannot be set.
+    """
+    host = _tensor(states["torch"], len(torch.get_rng_state()))
+    device = None
     if device_type != "cpu" and states["device"] is not None:
-        torch.cuda.set_rng_state(_tensor(states["device"]))
+        device = _tensor(states["device"], len(torch.cuda.get_rng_state()))
     version, words, gauss = states["python"]
-    numbers = tuple(int(word) for word in np.frombuffer(base64.b64decode(words), dtype="<u4"))
-    random.setstate((version, numbers, gauss))
+    python = (version, tuple(int(word) for word in np.frombuffer(base64.b64decode(words), dtype="<u4")), gauss)
+    random.Random().setstate(python)
     keys, position, has_gauss, cached = states["numpy"]
-    state = ("MT19937", np.frombuffer(base64.b64decode(keys), dtype="<u4"), position, has_gauss, cached)
-    np.random.set_state(state)
+    numpy = ("MT19937", np.frombuffer(base64.b64decode(keys), dtype="<u4"), position, has_gauss, cached)
+    np.random.RandomState().set_state(numpy)
+
+    def restore() -> None:
+        torch.set_rng_state(host)
+        if device is not None:
+            torch.cuda.set_rng_state(device)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+    return restore
 
 
 def _text(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+def _tensor(text: str, length: int) -> torch.Tensor:
+    data = bytearray(base64.b64decode(text, validate=True))
+    if len(data) != length:
+        raise ValueError(f"a generator's state has {len(data)} bytes, not {length}")
+    return torch.frombuffer(data, dtype=torch.uint8)

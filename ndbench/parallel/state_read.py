@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ndbench.parallel.state_files import CheckpointError, names_file
+from ndbench.parallel.state_files import DTYPE_NAMES, CheckpointError, names_file, overlap
 from ndbench.parallel.state_index import Stored
-from ndbench.parallel.state_pieces import Piece, overlap
+from ndbench.parallel.state_pieces import Piece
 
 
 class Slices:
@@ -44,21 +44,31 @@ class Slices:
         if found != math.prod(piece.entry.size):
             raise CheckpointError(f"{self.folder} has {found} of {math.prod(piece.entry.size)} elements of {name}")
 
-    def _slice(self, file: str, name: str, size: tuple[int, ...], part: tuple[slice, ...]) -> torch.Tensor:
+    def check(self, file: str) -> None:
+        """Raise :class:`CheckpointError` unless ``file`` has all pieces that it should have, in their shapes."""
+        for name, stored in self.tensors.items():
+            for where, _, size in stored.pieces:
+                if where == file:
+                    self._lazy(file, name, size)
+
+    def _lazy(self, file: str, name: str, size: tuple[int, ...]) -> Any:
         path = self.folder / file
         try:
             with names_file(path):
                 if file not in self._open:
                     self._open[file] = safe_open(path, framework="pt")
                 lazy = self._open[file].get_slice(name)
-                if tuple(lazy.get_shape()) != size:
-                    raise CheckpointError(f"{path} has {name} of shape {lazy.get_shape()}, {list(size)} was written")
-                values: torch.Tensor = lazy[part] if part else lazy[...]
-                if values.dtype != self.tensors[name].dtype:
-                    raise CheckpointError(f"{path} has {name} as {values.dtype}, not {self.tensors[name].dtype}")
-                return values
+                found = (tuple(lazy.get_shape()), lazy.get_dtype())
         except SafetensorError as error:
             raise CheckpointError(f"{path} is no safetensors file with {name}: {error}") from error
+        if found != (size, DTYPE_NAMES[self.tensors[name].dtype]):
+            raise CheckpointError(f"{path} has {name} as {found[1]} {list(found[0])}, {list(size)} was written")
+        return lazy
+
+    def _slice(self, file: str, name: str, size: tuple[int, ...], part: tuple[slice, ...]) -> torch.Tensor:
+        lazy = self._lazy(file, name, size)
+        values: torch.Tensor = lazy[part] if part else lazy[...]
+        return values
 
     def close(self) -> None:
         self._open.clear()

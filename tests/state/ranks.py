@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import resource
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ndbench.engines.bundled import BundledEngine
+from ndbench.parallel import state
 from ndbench.parallel._torch_private import local_tensor
 from ndbench.parallel.initialize import local_slice
 from ndbench.parallel.mesh import Mesh, build_mesh
@@ -150,3 +154,99 @@ def random_numbers(case: Case, folder: Path) -> list[tuple[list[float], list[flo
 
 def _draw() -> list[float]:
     return [*torch.rand(3).tolist(), random.random(), random.gauss(0, 1), *np.random.rand(3).tolist()]
+
+
+def save_with_limit(case: Case, folder: Path, mode: str, limit: int | None) -> tuple[str, list[str]]:
+    """A save that works, then one in which rank 1 (``full`` and ``hf``: rank 0) may write files of ``limit`` bytes only
+    (None: whatever the disk has room for). The error of the second, and what is in the folder then."""
+    run = Run(case)
+    run.steps(0, 1)
+    checkpoints = Checkpoints(folder, run.mesh, mode=mode)
+    checkpoints.save(1, *run.arguments, {"step": 1})
+    checkpoints.wait()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    victim = 0 if mode in ("full", "hf") else 1
+    if limit is not None and dist.get_rank() == victim:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    text = "saved"
+    try:
+        checkpoints.save(2, *run.arguments, {"step": 2})
+        checkpoints.wait()
+    except CheckpointError as error:
+        text = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    dist.barrier()
+    left = sorted(path.name for path in folder.iterdir())
+    dist.barrier()
+    if limit is not None:
+        checkpoints.save(3, *run.arguments, {"step": 3})
+        checkpoints.wait()
+    return text, left
+
+
+def save_steps(case: Case, folder: Path, mode: str, keep: int, steps: list[int]) -> list[str]:
+    """Save ``steps`` one after the other; the name that :meth:`Checkpoints.newest` gives after each."""
+    run = Run(case)
+    checkpoints = Checkpoints(folder, run.mesh, keep=keep, mode=mode)
+    names = []
+    for step in steps:
+        checkpoints.save(step, *run.arguments, {"step": step})
+        checkpoints.wait()
+        newest = checkpoints.newest()
+        assert newest is not None
+        names.append(newest.name)
+        dist.barrier()
+    return names
+
+
+def save_without_wait(case: Case, folder: Path, seconds: float) -> tuple[float, bool, float]:
+    """An async save whose writing takes ``seconds``: how long it kept the caller, whether it was complete then, and
+    the weight of its checkpoint after training went on."""
+    run = Run(case)
+    run.steps(0, 1)
+    run.spoil(5.0)
+    checkpoints = Checkpoints(folder, run.mesh, mode="async")
+    write = state.write_sharded
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return write(*arguments)
+
+    state.write_sharded = slow
+    try:
+        stall = checkpoints.save(1, *run.arguments, {"step": 1})
+        complete = checkpoints.newest() is not None
+        run.spoil(6.0)
+        checkpoints.wait()
+    finally:
+        state.write_sharded = write
+    newest = checkpoints.newest()
+    assert newest is not None
+    checkpoints.load(newest, *run.arguments)
+    return stall, complete, float(next(iter(run.held().values()))[2].flatten()[0])  # type: ignore[index]
+
+
+def save_for_ever(case: Case, folder: Path, mode: str) -> None:
+    """Save again and again, every number being that of the step, until killed; ``begun`` appears after the first."""
+    run = Run(case)
+    run.steps(0, 1)
+    checkpoints = Checkpoints(folder, run.mesh, mode=mode)
+    for step in range(1, 10_000):
+        run.spoil(float(step))
+        checkpoints.save(step, *run.arguments, {"step": step})
+        if step == 1:
+            checkpoints.wait()
+            (folder / "begun").touch()
+
+
+def resume(case: Case, folder: Path) -> tuple[str, int, set[float]]:
+    """What a run after a crash finds: the newest checkpoint, its step, and all numbers in it; then it saves, too."""
+    run = Run(case)
+    checkpoints = Checkpoints(folder, run.mesh)
+    newest = checkpoints.newest()
+    assert newest is not None
+    progress = checkpoints.load(newest, *run.arguments)
+    numbers = {number for piece in run.held().values() if piece is not None for number in piece[2].unique().tolist()}
+    checkpoints.save(progress["step"] + 1, *run.arguments, progress)
+    return newest.name, progress["step"], numbers
