@@ -110,7 +110,7 @@ def _spread(current: Current) -> str:
 
 
 def few(current: Current) -> bool:
-    """Whether an interval over the repeats says nothing: that of two is 13 standard errors wide."""
+    """Whether an interval over the repeats says nothing: that of two reaches 13 standard errors to either side."""
     return current.ok_repeats < MIN_REPEATS
 
 

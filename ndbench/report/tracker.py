@@ -49,7 +49,7 @@ def track(run: RunFolder, comparison: Comparison, tracker: TrackerConfig) -> tup
         return None, None
     try:
         return push_run(run, comparison, tracker), None
-    except (TrackerError, OSError) as error:
+    except (ValueError, OSError) as error:  # an answer that is no answer is a ValueError too
         return None, f"tracker: {error}; the run itself is whole. Send it later with: ndbench wandb push {run.path}"
 
 

@@ -40,13 +40,16 @@ def finish(
         baseline=baseline,
         console=console,
     )
-    _write(plan, folder, comparison)
+    summary = _write(plan, folder, comparison)
     done, warning = track(folder, comparison, next(iter(plan.cells.values())).config.tracker)
-    if warning is not None:
-        comparison.notes.append(warning)
     if warning or done:
         console.print(Text(warning or done or "", style="yellow" if warning else ""), soft_wrap=True)
-    summary = _write(plan, folder, comparison)
+    if warning is not None:
+        comparison.notes.append(warning)
+        try:
+            summary = _write(plan, folder, comparison)
+        except OSError as error:  # a disk the tracker has filled; everything but the warning is written already
+            console.print(Text(f"the warning is not in the summary: {error}", style="yellow"), soft_wrap=True)
     step_summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if step_summary:
         append_step_summary(step_summary, summary)
