@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ndbench.engines.protocol import Batch, StepResult
+from ndbench.run.process import descendants, end_descendants
 
 if TYPE_CHECKING:
     from ndbench.config import Cell
@@ -39,6 +40,8 @@ class CommandEngine:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._steps = 0
+        self._others: list[Any] = []
+        """Processes below this rank that were there before the script."""
 
     def refuse(self, cell: Cell) -> str | None:
         command = cell.config.engine.command
@@ -73,6 +76,7 @@ class CommandEngine:
             "NDBENCH_GLOBAL_BATCH_SIZE": str(training.global_batch_size),
             "NDBENCH_SEQUENCE_LENGTH": str(training.sequence_length),
         }
+        self._others = descendants()
         # stderr is the rank's log already; a child dies with its rank, whatever ends the rank
         wrapped = [sys.executable, "-m", "ndbench.run.child", *words]
         self._process = subprocess.Popen(
@@ -130,6 +134,7 @@ class CommandEngine:
         finally:
             with contextlib.suppress(ProcessLookupError):  # its data loaders, say, that it did not end itself
                 os.killpg(self._process.pid, signal.SIGKILL)
+            end_descendants(self._others)  # those in a session of their own, which a rank adopts
         if killed:
             raise RuntimeError(f"the script did not end within {CLOSING_SECONDS:.0f} s of its last step")
         if self._process.returncode:

@@ -3,9 +3,16 @@
 Nothing here may create a thread, a process group or a CUDA context: those do not survive the fork.
 """
 
+import warnings
+
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 import torch.utils.flop_counter  # noqa: F401
 
 import ndbench.engines.bundled
 import ndbench.run.worker  # noqa: F401
+from ndbench.run.process import adopt_orphans
+
+# What a killed rank had started becomes the fork server's, and so is still found below the run and ended.
+adopt_orphans()
+warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import psutil
+import pytest
 
 from ndbench.config import Cell, Config, EngineConfig
 from ndbench.engines.command import CommandEngine
 from ndbench.engines.protocol import Batch
 from ndbench.parallel.mesh import Mesh
+from ndbench.run.process import adopt_orphans
 
 NOTHING: Any = None
 
@@ -33,26 +35,41 @@ def test_bytes_that_are_no_text_are_no_step_and_no_error(tmp_path: Path) -> None
         engine.close()
 
 
-def test_what_the_script_started_ends_with_it(tmp_path: Path) -> None:
-    told = tmp_path / "pid"
+@pytest.fixture
+def adopting() -> Iterator[None]:
+    """As a rank does: processes that lose their parent stay below this one."""
+    adopt_orphans()
+    yield
+    adopt_orphans(False)
+
+
+def test_what_the_script_started_ends_with_it_a_daemon_of_its_own_session_too(tmp_path: Path, adopting: None) -> None:
+    told = tmp_path / "pids"
     text = (
-        "import pathlib, subprocess\n"
-        "left = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL)\n"
-        f"pathlib.Path({str(told)!r}).write_text(str(left.pid))\n"
+        "import os, pathlib, subprocess\n"
+        "left = [subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL).pid]\n"
+        "read, write = os.pipe()\n"
+        "if os.fork() == 0:\n"  # the classical daemon: fork, session, fork
+        "    os.setsid()\n"
+        "    daemon = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL)\n"
+        "    os.write(write, str(daemon.pid).encode())\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+        "left.append(int(os.read(read, 20)))\n"
+        f"pathlib.Path({str(told)!r}).write_text(' '.join(map(str, left)))\n"
         "print('{\"loss\": 2.5}')\n"
     )
     engine = _started(tmp_path / "parent.py", text)
     engine.step(cast(Batch, NOTHING))
     engine.close()
-    left = int(told.read_text())
-    end = time.monotonic() + 5
+    left = [int(pid) for pid in told.read_text().split()]
     try:
-        while _alive(left) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert not _alive(left)
+        assert len(left) == 2
+        assert not [pid for pid in left if _alive(pid)]
     finally:
-        if _alive(left):
-            psutil.Process(left).kill()
+        for pid in left:
+            if _alive(pid):
+                psutil.Process(pid).kill()
 
 
 def _alive(pid: int) -> bool:
