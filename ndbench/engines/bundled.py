@@ -6,13 +6,15 @@ All numerics are in ``ndbench.parallel`` and ``ndbench.training``; this file onl
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ndbench.config import ModelConfig, TrainingConfig
 from ndbench.engines.protocol import Batch, StepResult
-from ndbench.parallel.config import CHECKPOINTING_MODES, ParallelismConfig
+from ndbench.parallel.config import ATTENTION_KERNELS, CHECKPOINTING_MODES, ParallelismConfig
 from ndbench.parallel.context import refuse_attention
 from ndbench.training.schedule import refuse_schedule
 
@@ -30,11 +32,12 @@ class BundledEngine:
     """ND-parallel training of a causal language model.
 
     ``weight_jitter`` adds normal noise of that standard deviation to weights that start constant (norms, biases):
-    for tests that compare layouts, where a constant would hide a mistake.
+    for tests that compare layouts, where a constant would hide a mistake. ``attention`` is the kernel to prefer on CUDA
+    (``cudnn``, ``flash`` or ``efficient``); null takes the fastest that the device has.
     """
 
-    def __init__(self, weight_jitter: float = 0.0) -> None:
-        self.weight_jitter = weight_jitter
+    def __init__(self, weight_jitter: float = 0.0, attention: str | None = None) -> None:
+        self.weight_jitter, self.attention = weight_jitter, attention
         self.model: torch.nn.Module | None = None
         self._step: Step | None = None
         self._facts: dict[str, Any] = {}
@@ -47,6 +50,7 @@ class BundledEngine:
             *config.parallelism.refuse(config.model, config.training),
             *_refuse_training(config.training, config.model),
             *_refuse_chunks(config.training, config.parallelism),
+            *_refuse_kernel(self.attention),
             *_refuse_written_attention(config.model, config.parallelism),
         ]
         return "; ".join(reasons) or None
@@ -71,10 +75,10 @@ class BundledEngine:
         import torch
         import torch.distributed as dist
 
-        from ndbench.parallel.attention import attention_kernel
         from ndbench.parallel.gradients import Gradients
         from ndbench.parallel.initialize import Weights
         from ndbench.parallel.parallelize import Technique, parallelize
+        from ndbench.parallel.sdpa import kernel_order, preferring
         from ndbench.training.forward import attach_loss, chunk_refusals
         from ndbench.training.models import build_model
         from ndbench.training.optimizer import ShardOptimizer
@@ -100,8 +104,17 @@ class BundledEngine:
             Weights(training.seed, std, self.weight_jitter, built.constants),
             Technique(dtype, training.activation_checkpointing, training.compile, built.transformers),
         )
+        order = kernel_order(device, self.attention)
+
+        @contextmanager
+        def computing() -> Iterator[None]:
+            with preferring(order), parallel.computing():
+                yield
+
         vocab_size = getattr(getattr(built.model, "config", None), "vocab_size", None)
-        loss_sum = attach_loss(parallel.model, mesh, plan, vocab_size, training.loss_chunk_size)
+        loss_sum = attach_loss(
+            parallel.model, mesh, plan, vocab_size, training.loss_chunk_size, computing, training.compile
+        )
         world = mesh.config.world_size
         gradients = Gradients(
             parallel.model,
@@ -121,6 +134,7 @@ class BundledEngine:
             training.micro_batch_size,
             training.max_grad_norm,
             training.max_grad_value,
+            computing,
         )
         window = getattr(getattr(built.model, "config", None), "sliding_window", None) is not None
         self._facts = {
@@ -132,9 +146,7 @@ class BundledEngine:
         if built.transformers:
             # Whether documents are packed is known with the first batch; both answers are made ready here.
             whole, self._packed_kernel = (
-                attention_kernel(
-                    device.type, dtype or torch.float32, mesh.config.cp_size, mesh.config.cp_method, masked=masked
-                )
+                _kernel_name(mesh, device, dtype or torch.float32, order, parallel.model.config, masked=masked)
                 for masked in (window, True)
             )
             self._facts["attention_kernel"] = whole
@@ -159,6 +171,25 @@ class BundledEngine:
         return dict(self._facts)
 
 
+def _kernel_name(
+    mesh: Mesh, device: torch.device, dtype: torch.dtype, order: tuple[str, ...], model: Any, masked: bool
+) -> str:
+    """What attention runs on, for the record: ``ring:flash``, ``sdpa:cudnn``, ...; ``model`` is its configuration."""
+    from ndbench.parallel.attention import attention_kernel
+    from ndbench.parallel.sdpa import chosen_kernel
+
+    layout = mesh.config
+    name = attention_kernel(device.type, dtype, layout.cp_size, layout.cp_method, masked=masked)
+    if not order or not name.endswith("sdpa"):
+        return name
+    split = layout.tp_size * layout.cp_size
+    heads = model.num_attention_heads
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // heads
+    kv_heads = getattr(model, "num_key_value_heads", None) or heads
+    here = chosen_kernel(order, device, dtype, max(heads // split, 1), max(kv_heads // split, 1), head_dim, masked)
+    return f"{name}:{here}"
+
+
 def _refuse_training(training: TrainingConfig, model: ModelConfig) -> list[str]:
     reasons = []
     if training.precision not in PRECISIONS:
@@ -177,6 +208,12 @@ def _refuse_training(training: TrainingConfig, model: ModelConfig) -> list[str]:
         if limit is not None and limit <= 0:
             reasons.append(f"{name} is {limit}, it must be above 0, or null")
     return reasons + refuse_schedule(training)
+
+
+def _refuse_kernel(name: str | None) -> list[str]:
+    if name in (None, *ATTENTION_KERNELS):
+        return []
+    return [f"engine.options.attention '{name}' is not known; known: {', '.join(ATTENTION_KERNELS)}"]
 
 
 def _refuse_chunks(training: TrainingConfig, parallelism: ParallelismConfig) -> list[str]:

@@ -5,6 +5,8 @@ Each step takes just its own mesh and options. What cannot work was refused befo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +18,7 @@ from ndbench.parallel.data import apply_fully_shard
 from ndbench.parallel.initialize import Weights, fill, materialize
 from ndbench.parallel.mesh import Mesh
 from ndbench.parallel.plan import TensorPlan
+from ndbench.parallel.precision import ComputeCopies
 from ndbench.parallel.tensor import apply_tensor_parallel
 
 
@@ -39,6 +42,8 @@ class Parallel:
     partial_gradients: frozenset[str] = field(default_factory=frozenset)
     """Replicated parameters whose gradient is split over tp."""
     fully_sharded: bool = False
+    computing: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Forward and backward run inside it; it may be entered again inside."""
 
 
 def parallelize(
@@ -69,16 +74,27 @@ def parallelize(
     # 3. Recomputation encloses TP's and CP's communication, and is what gets compiled.
     apply_checkpointing(blocks, technique.activation_checkpointing)
     if technique.compile:
-        for block in blocks:
-            block.compile()
+        for module in (*blocks, *_norms_outside(model, blocks)):
+            # Its forward, not the module: hooks that come later, FSDP's, stay out of the compiled graph.
+            module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
 
-    # 4. FSDP last: it gathers what TP left, outside the compiled and recomputed part. A lone rank needs it only for
-    #    its mixed precision and offload.
-    sharded = mesh.fsdp_mesh.size() > 1 or technique.param_dtype is not None or mesh.config.cpu_offload
+    # 4. FSDP last: it gathers what TP left, outside the compiled and recomputed part. A rank without peers needs it
+    #    only for its offload.
+    sharded = mesh.fsdp_mesh.size() > 1 or mesh.config.cpu_offload
     if sharded:
         apply_fully_shard(model, blocks, mesh, technique.param_dtype)
 
     # 5. Only now is memory allocated, a shard at a time.
     materialize(model, device, torch.device("cpu") if mesh.config.cpu_offload else device)
     fill(model, weights)
-    return Parallel(model, partial, sharded)
+
+    # 6. FSDP casts what it gathers; without it the parameters get copies to compute with.
+    if sharded or technique.param_dtype is None:
+        return Parallel(model, partial, sharded)
+    return Parallel(model, partial, sharded, ComputeCopies(model, technique.param_dtype).active)
+
+
+def _norms_outside(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """The norms that are in no block: several passes over the hidden states each, one when compiled."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    return [each for each in model.modules() if id(each) not in inside and type(each).__name__.endswith("Norm")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,12 +19,7 @@ from ndbench.parallel.collectives import Group, enter_replicated, gather_sequenc
 from ndbench.parallel.mesh import Mesh
 from ndbench.parallel.plan import TensorPlan
 from ndbench.parallel.tensor import local_parameter
-from ndbench.training.loss import (
-    SumLoss,
-    chunked_loss_sum,
-    cross_entropy_sum,
-    vocabulary_parallel_cross_entropy_sum,
-)
+from ndbench.training.loss import CrossEntropy, Transform, chunked_loss_sum
 
 PLAIN_LOGITS = frozenset(
     {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gpt_neox", "olmo2", "gemma"}
@@ -40,20 +36,20 @@ def chunk_refusals(model: nn.Module) -> list[str]:
     return [f"loss_chunk_size: what model type '{kind}' does to its logits is not known; known: {known}"]
 
 
-def _softcapped(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _softcapped(config: Any) -> Transform:
     cap = config.final_logit_softcapping
     return (lambda x: x) if cap is None else lambda x: torch.tanh(x / cap) * cap
 
 
-def _multiplied(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _multiplied(config: Any) -> Transform:
     return lambda x: x * config.logit_scale
 
 
-def _divided(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+def _divided(config: Any) -> Transform:
     return lambda x: x / config.logits_scaling
 
 
-LOGIT_TRANSFORMS: dict[str, Callable[[Any], Callable[[torch.Tensor], torch.Tensor]]] = {
+LOGIT_TRANSFORMS: dict[str, Callable[[Any], Transform]] = {
     "cohere": _multiplied,
     "gemma2": _softcapped,
     "gemma3_text": _softcapped,
@@ -63,37 +59,46 @@ LOGIT_TRANSFORMS: dict[str, Callable[[Any], Callable[[torch.Tensor], torch.Tenso
 
 
 def attach_loss(
-    model: nn.Module, mesh: Mesh, plan: TensorPlan | None, vocab_size: int | None, chunk_size: int | None
+    model: nn.Module,
+    mesh: Mesh,
+    plan: TensorPlan | None,
+    vocab_size: int | None,
+    chunk_size: int | None,
+    computing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    compiled: bool = False,
 ) -> Callable[..., torch.Tensor]:
     """Give ``model`` a method ``loss_sum(input_ids, labels, position_ids, document_ids) -> scalar`` and return it.
 
-    All arguments are this rank's shard of the sequence, but for the document ids, which are whole.
+    All arguments are this rank's shard of the sequence, but for the document ids, which are whole. The forward runs
+    inside ``computing``; with ``compiled`` the passes over the logits are fused.
     """
     tp = Group(mesh.tp.get_group()) if mesh.tp.size() > 1 else None
-    loss: SumLoss = cross_entropy_sum
+    loss = CrossEntropy(compiled=compiled)
     if tp is not None and plan is not None and plan.head is not None:
         assert vocab_size is not None, "a transformers model has a vocabulary"
-        loss = vocabulary_parallel_cross_entropy_sum(tp, vocab_size)
+        loss = CrossEntropy(tp, vocab_size, compiled)
     enter = None
     if tp is not None and plan is not None:
         gather = gather_sequence if plan.sequence_parallel else enter_replicated
         enter = lambda hidden: gather(hidden, tp)  # noqa: E731
 
     def whole(self: nn.Module, labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        out = self.forward(**inputs)
-        logits = out if isinstance(out, torch.Tensor) else out.logits
-        return loss(logits.flatten(0, 1), labels.flatten())
+        with computing():
+            out = self.forward(**inputs)
+            logits = out if isinstance(out, torch.Tensor) else out.logits
+            return loss(logits.flatten(0, 1), labels.flatten())
 
     def chunked(self: nn.Module, labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
         assert chunk_size is not None
-        hidden = self.base_model(**inputs).last_hidden_state  # type: ignore[operator]
-        if enter is not None:
-            hidden = enter(hidden)
-        head = self.get_output_embeddings()  # type: ignore[operator]
-        kind = str(self.config.model_type)  # type: ignore[union-attr]
-        transform = LOGIT_TRANSFORMS[kind](self.config) if kind in LOGIT_TRANSFORMS else lambda x: x
-        weight, bias = local_parameter(head, "weight"), None if head.bias is None else local_parameter(head, "bias")
-        return chunked_loss_sum(hidden.flatten(0, 1), weight, bias, labels.flatten(), loss, transform, chunk_size)
+        with computing():
+            hidden = self.base_model(**inputs).last_hidden_state  # type: ignore[operator]
+            if enter is not None:
+                hidden = enter(hidden)
+            head = self.get_output_embeddings()  # type: ignore[operator]
+            kind = str(self.config.model_type)  # type: ignore[union-attr]
+            transform = LOGIT_TRANSFORMS[kind](self.config) if kind in LOGIT_TRANSFORMS else None
+            weight, bias = local_parameter(head, "weight"), None if head.bias is None else local_parameter(head, "bias")
+            return chunked_loss_sum(hidden.flatten(0, 1), weight, bias, labels.flatten(), loss, transform, chunk_size)
 
     model.loss_sum = types.MethodType(whole if chunk_size is None else chunked, model)  # type: ignore[assignment]
     register_fsdp_forward_method(model, "loss_sum")

@@ -16,51 +16,75 @@ from ndbench.parallel.collectives import Group, all_reduce
 
 IGNORED = -100
 
-SumLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(logits [tokens, vocabulary], labels [tokens]) -> scalar sum in float32."""
+Transform = Callable[[torch.Tensor], torch.Tensor]
 
 
-def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropy over labels that are not -100, in float32."""
-    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+class CrossEntropy:
+    """(logits [tokens, vocabulary], labels [tokens]) -> sum over labels that are not -100, in float32.
 
-
-def vocabulary_parallel_cross_entropy_sum(group: Group, vocab_size: int) -> SumLoss:
-    """The same sum when each rank of ``group`` has its chunk of the vocabulary; two small all-reduces a call.
-
-    The result is the same on every rank of the group (Shoeybi et al., "Megatron-LM", section 3).
+    With ``group``, logits are this rank's chunk of a vocabulary of ``vocab_size``; the sum is the same on every rank
+    of it, at two small all-reduces (Shoeybi et al., "Megatron-LM", section 3). ``compiled`` fuses the passes over the
+    logits, so that none of them is ever stored in float32.
     """
-    chunk = -(-vocab_size // group.size)
 
-    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        summed: torch.Tensor = _VocabularyParallel.apply(logits, labels, group, group.rank * chunk)  # type: ignore[no-untyped-call]
+    def __init__(self, group: Group | None = None, vocab_size: int = 0, compiled: bool = False) -> None:
+        self.group = group
+        self.start = 0 if group is None else group.rank * -(-vocab_size // group.size)
+        self._compute = torch.compile(sum_and_gradient, dynamic=False) if compiled else sum_and_gradient
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and logits.requires_grad:
+            summed: torch.Tensor = _Sum.apply(logits, labels, self)  # type: ignore[no-untyped-call]
+            return summed
+        return self.with_gradient(logits, labels, torch.empty_like(logits))
+
+    def with_gradient(self, logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The sum, without autograd; its gradient is left in ``gradient``, which may be ``logits`` itself."""
+        return self._compute(logits, labels, gradient, self.group, self.start)
+
+
+def sum_and_gradient(
+    logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor, group: Group | None, start: int
+) -> torch.Tensor:
+    """What :class:`CrossEntropy` computes: sum of log(sum(exp(x))) - x[label], and softmax(x) - onehot(label)."""
+    x = logits.float()
+    valid = labels != IGNORED
+    local = labels - start
+    here = valid & (local >= 0) & (local < x.shape[-1])
+    index = local.masked_fill(~here, 0)[:, None]
+    highest = x.amax(dim=-1)
+    if group is not None:
+        highest = all_reduce(highest, group, "max")
+    shifted = x - highest[:, None]
+    target = shifted.gather(1, index)[:, 0].masked_fill(~here, 0.0)
+    fused = torch.compiler.is_compiling()
+    exponentials = shifted.exp() if fused else shifted.exp_()
+    total = exponentials.sum(dim=-1)
+    if group is not None:
+        total, target = all_reduce(torch.stack([total, target]), group)
+    scale = torch.where(valid, 1.0 / total, 0.0)[:, None]
+    if fused:
+        # A comparison fuses; a scatter would store the whole softmax first.
+        columns = torch.arange(x.shape[-1], device=x.device)
+        softmax = exponentials * scale - torch.where((columns[None, :] == index) & here[:, None], 1.0, 0.0)
+    else:
+        softmax = exponentials.mul_(scale).scatter_add_(1, index, -here[:, None].to(x.dtype))
+    gradient.copy_(softmax)
+    return torch.where(valid, total.log() - target, 0.0).sum()
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, loss: CrossEntropy) -> torch.Tensor:
+        gradient = torch.empty_like(logits)
+        summed = loss.with_gradient(logits, labels, gradient)
+        ctx.save_for_backward(gradient)
         return summed
 
-    return loss
-
-
-class _VocabularyParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: Group, start: int) -> torch.Tensor:
-        logits = logits.float()
-        highest = all_reduce(logits.amax(dim=-1), group, "max")
-        shifted = logits - highest[:, None]
-        local = labels - start
-        here = (local >= 0) & (local < logits.shape[-1])
-        index = local.masked_fill(~here, 0)[:, None]
-        target = shifted.gather(1, index)[:, 0].masked_fill(~here, 0.0)
-        exponentials = shifted.exp_()
-        total, target = all_reduce(torch.stack([exponentials.sum(dim=-1), target]), group)
-        valid = labels != IGNORED
-        ctx.save_for_backward(exponentials, total, index, here & valid, valid)
-        return torch.where(valid, total.log() - target, 0.0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        exponentials, total, index, here, valid = ctx.saved_tensors
-        softmax = exponentials / total[:, None]
-        softmax.scatter_add_(1, index, -here[:, None].to(softmax.dtype))
-        return softmax * (valid * grad)[:, None], None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad.to(gradient.dtype), None, None
 
 
 def chunked_loss_sum(
@@ -68,8 +92,8 @@ def chunked_loss_sum(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     labels: torch.Tensor,
-    loss: SumLoss,
-    transform: Callable[[torch.Tensor], torch.Tensor],
+    loss: CrossEntropy,
+    transform: Transform | None,
     chunk_size: int,
 ) -> torch.Tensor:
     """Output head and loss over chunks of ``chunk_size`` tokens; at no time are more logits than one chunk's alive.
@@ -78,12 +102,14 @@ def chunked_loss_sum(
     ``transform`` is what the model does to its logits. The gradients of a chunk are computed with its loss, in forward,
     so that nothing is computed twice; without gradients, in evaluation, none are.
     """
-    if not torch.is_grad_enabled():
-        pieces = zip(torch.split(hidden, chunk_size), torch.split(labels, chunk_size), strict=True)
-        sums = [loss(transform(F.linear(piece, weight, bias)), piece_labels) for piece, piece_labels in pieces]
-        return torch.stack(sums).sum()
-    summed: torch.Tensor = _Chunked.apply(hidden, weight, bias, labels, loss, transform, chunk_size)  # type: ignore[no-untyped-call]
-    return summed
+    if torch.is_grad_enabled():
+        summed: torch.Tensor = _Chunked.apply(hidden, weight, bias, labels, loss, transform, chunk_size)  # type: ignore[no-untyped-call]
+        return summed
+    sums = []
+    for piece, piece_labels in zip(torch.split(hidden, chunk_size), torch.split(labels, chunk_size), strict=True):
+        logits = F.linear(piece, weight, bias)
+        sums.append(loss(logits if transform is None else transform(logits), piece_labels))
+    return torch.stack(sums).sum()
 
 
 class _Chunked(torch.autograd.Function):
@@ -94,28 +120,54 @@ class _Chunked(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         labels: torch.Tensor,
-        loss: SumLoss,
-        transform: Callable[[torch.Tensor], torch.Tensor],
+        loss: CrossEntropy,
+        transform: Transform | None,
         chunk_size: int,
     ) -> torch.Tensor:
-        leaves = [x.detach().requires_grad_() for x in (weight, bias) if x is not None]
-        sums = [torch.zeros_like(leaf, dtype=torch.float32) for leaf in leaves]
+        hidden_grad = torch.empty_like(hidden)
+        weight_grads, bias_grads = _RunningSum(), _RunningSum()
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        hidden_grads = []
-        for piece, piece_labels in zip(torch.split(hidden, chunk_size), torch.split(labels, chunk_size), strict=True):
-            piece = piece.detach().requires_grad_()
-            with torch.enable_grad():
-                value = loss(transform(F.linear(piece, *leaves)), piece_labels)
-            piece_grad, *grads = torch.autograd.grad(value, [piece, *leaves])
-            hidden_grads.append(piece_grad)
-            torch._foreach_add_(sums, grads)
-            total += value.detach()
-        ctx.save_for_backward(
-            torch.cat(hidden_grads), *(s.to(leaf.dtype) for s, leaf in zip(sums, leaves, strict=True))
-        )
+        pieces = (torch.split(x, chunk_size) for x in (hidden, hidden_grad, labels))
+        for piece, piece_grad, piece_labels in zip(*pieces, strict=True):
+            logits = F.linear(piece, weight, bias)
+            value, gradient = _value_and_gradient(logits, piece_labels, loss, transform)
+            total += value
+            torch.mm(gradient, weight, out=piece_grad)
+            weight_grads.add(gradient.t() @ piece)
+            if bias is not None:
+                bias_grads.add(gradient.sum(dim=0))
+        ctx.save_for_backward(hidden_grad, weight_grads.sum, bias_grads.sum)
+        ctx.dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        hidden, weight, *bias = (saved * grad for saved in ctx.saved_tensors)
-        return hidden, weight, bias[0] if bias else None, None, None, None, None
+        hidden, weight, bias = (
+            None if saved is None else torch.mul(saved, grad, out=torch.empty_like(saved, dtype=ctx.dtype))
+            for saved in ctx.saved_tensors
+        )
+        return hidden, weight, bias, None, None, None, None
+
+
+def _value_and_gradient(
+    logits: torch.Tensor, labels: torch.Tensor, loss: CrossEntropy, transform: Transform | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss of ``logits`` and its gradient, which takes their place."""
+    if transform is None:
+        return loss.with_gradient(logits, labels, logits), logits
+    with torch.enable_grad():
+        leaf = logits.requires_grad_()
+        transformed = transform(leaf)
+    gradient = torch.empty_like(transformed)
+    value = loss.with_gradient(transformed.detach(), labels, gradient)
+    (gradient,) = torch.autograd.grad(transformed, leaf, gradient)
+    return value, gradient
+
+
+class _RunningSum:
+    """A sum in float32, or the one summand as it came."""
+
+    sum: torch.Tensor | None = None
+
+    def add(self, summand: torch.Tensor) -> None:
+        self.sum = summand if self.sum is None else self.sum.to(torch.float32).add_(summand)

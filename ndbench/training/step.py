@@ -7,6 +7,7 @@ micro-steps they are spread over.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -33,10 +34,12 @@ class Step:
         micro_batch_size: int | None,
         max_grad_norm: float | None,
         max_grad_value: float | None = None,
+        computing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.model, self.loss_sum, self.gradients, self.optimizer = model, loss_sum, gradients, optimizer
         self.mesh, self.micro_batch_size = mesh, micro_batch_size
         self.max_grad_norm, self.max_grad_value = max_grad_norm, max_grad_value
+        self.computing = computing
 
     def __call__(self, batch: Batch) -> StepResult:
         loss, norm, tokens = self.backward(batch)
@@ -56,11 +59,12 @@ class Step:
             dist.all_reduce(tokens, group=self.mesh.loss.get_group())
         divisor = tokens.clamp(min=1).to(torch.float32)
         summed = torch.zeros((), dtype=torch.float64, device=tokens.device)
-        for index, (labels, inputs) in enumerate(micro_batches):
-            set_gradient_sync(self.model, index + 1 == len(micro_batches))
-            loss = self.loss_sum(labels=labels, **inputs)
-            torch.autograd.backward(loss / divisor)
-            summed += loss.detach()
+        with self.computing():
+            for index, (labels, inputs) in enumerate(micro_batches):
+                set_gradient_sync(self.model, index + 1 == len(micro_batches))
+                loss = self.loss_sum(labels=labels, **inputs)
+                torch.autograd.backward(loss / divisor)
+                summed += loss.detach()
         self.gradients.sum_over_tp()
         # Ranks of one tp group have the same loss: each brings its share to the sum over the world.
         norm, (total,) = self.gradients.norm(summed / self.mesh.config.tp_size)

@@ -258,12 +258,12 @@ def same_data_on_every_batch_rank() -> Iterator[None]:
 @contextmanager
 def vocabulary_shards_off_by_one() -> Iterator[None]:
     """An odd vocabulary is cut by rounding down in one place and up in the other."""
-    original = loss._VocabularyParallel.forward
+    original = loss.sum_and_gradient
 
-    def shifted(ctx: Any, logits: Any, labels: Any, group: Any, start: int) -> Any:
-        return original(ctx, logits, labels, group, start - (1 if start else 0))
+    def shifted(logits: Any, labels: Any, gradient: Any, group: Any, start: int) -> Any:
+        return original(logits, labels, gradient, group, start - (1 if start else 0))
 
-    with patch.object(loss._VocabularyParallel, "forward", staticmethod(shifted)):
+    with patch.object(loss, "sum_and_gradient", shifted):
         yield
 
 

@@ -1,0 +1,96 @@
+"""The summed cross-entropy and its gradient by hand: torch's own, whatever the chunk, the transform or the compiler."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ndbench.training.loss import IGNORED, CrossEntropy, chunked_loss_sum
+
+TOKENS, HIDDEN, VOCABULARY = 13, 8, 37
+
+
+def data(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, output matrix, bias, and labels of which the first and another are ignored."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+        for shape in ((TOKENS, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,))
+    )
+    labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    labels[[0, 7]] = IGNORED
+    return hidden, weight, bias, labels
+
+
+def plain(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+
+
+def softcap(logits: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(logits / 2) * 2
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "traced"])
+def test_the_sum_and_its_gradient_are_torchs_own(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traced form has arithmetic of its own; generating code for it would take a minute on a CPU."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    loss = CrossEntropy(compiled=compiled)
+    *_, labels = data()
+    for scale in (1.0, 1e4):
+        logits = (torch.randn(TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(1)) * scale).requires_grad_()
+        expected, found = plain(logits, labels), loss(logits, labels)
+        (wanted,), (got,) = (torch.autograd.grad(value * 0.5, logits) for value in (expected, found))
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+        with torch.no_grad():
+            assert loss(logits, labels) == found
+    assert not torch.equal(logits, torch.zeros_like(logits)), "logits that others may need are left alone"
+
+
+def test_labels_that_are_all_ignored_give_zero_and_no_gradient() -> None:
+    logits = torch.randn(3, 5, requires_grad=True)
+    value = CrossEntropy()(logits, torch.full((3,), IGNORED))
+    (gradient,) = torch.autograd.grad(value, logits)
+    assert value == 0
+    assert torch.equal(gradient, torch.zeros(3, 5))
+
+
+@pytest.mark.parametrize("transform", [None, softcap], ids=["", "softcap"])
+@pytest.mark.parametrize("chunk", [1, 4, TOKENS, 100])
+def test_chunks_change_nothing(chunk: int, transform: object) -> None:
+    hidden, weight, bias, labels = data()
+    for biased in (True, False):
+        leaves = [hidden, weight, *([bias] if biased else [])]
+        logits = F.linear(*leaves)
+        expected = torch.autograd.grad(plain(softcap(logits) if transform else logits, labels) / 9, leaves)
+        value = chunked_loss_sum(
+            hidden,
+            weight,
+            bias if biased else None,
+            labels,
+            CrossEntropy(),
+            transform,
+            chunk,  # type: ignore[arg-type]
+        )
+        for found, wanted in zip(torch.autograd.grad(value / 9, leaves), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_low_precision_gradients_are_summed_over_chunks_in_float32() -> None:
+    """Summed in bf16, 13 chunks of one token would be off by a percent."""
+    hidden, weight, bias, labels = data(torch.bfloat16)
+    gradients = []
+    for chunk in (1, TOKENS):
+        value = chunked_loss_sum(hidden, weight, bias, labels, CrossEntropy(), None, chunk)
+        gradients.append(torch.autograd.grad(value / 9, weight)[0].float())
+    assert (gradients[0] - gradients[1]).norm() / gradients[1].norm() < 4e-3
+
+
+def test_without_gradients_the_sum_is_the_same() -> None:
+    hidden, weight, bias, labels = data()
+    expected = plain(F.linear(hidden, weight, bias), labels)
+    with torch.no_grad():
+        torch.testing.assert_close(chunked_loss_sum(hidden, weight, bias, labels, CrossEntropy(), None, 4), expected)
