@@ -18,6 +18,7 @@ from ndbench.parallel._torch_private import local_tensor
 from ndbench.parallel.initialize import local_slice
 from ndbench.parallel.mesh import Mesh, build_mesh
 from ndbench.parallel.state import CheckpointError, Checkpoints
+from ndbench.parallel.state_huggingface import export_hf, hf_config, load_hf
 from tests.parity.cases import Case, batch
 
 Held = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor] | None]
@@ -250,3 +251,36 @@ def resume(case: Case, folder: Path) -> tuple[str, int, set[float]]:
     numbers = {number for piece in run.held().values() if piece is not None for number in piece[2].unique().tolist()}
     checkpoints.save(progress["step"] + 1, *run.arguments, progress)
     return newest.name, progress["step"], numbers
+
+
+def export(case: Case, folder: Path, max_shard_bytes: int, steps: int = 1) -> tuple[Held, torch.Tensor | None]:
+    """Export after ``steps``; this rank's weights, and its logits for :func:`tokens` (without cp)."""
+    run = Run(case)
+    run.steps(0, steps)
+    export_hf(folder, run.model, hf_config(run.model), run.mesh, max_shard_bytes)
+    weights = {name: piece for name, piece in run.held().items() if "/" not in name}
+    logits = None
+    if run.mesh.config.cp_size == 1:
+        ids = tokens(case)
+        positions = torch.arange(ids.shape[1]).repeat(len(ids), 1)
+        with torch.no_grad():
+            logits = run.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    return weights, logits
+
+
+def tokens(case: Case) -> torch.Tensor:
+    """Two sequences of random tokens."""
+    assert case.model.vocab_size is not None
+    return torch.randint(0, case.model.vocab_size, (2, 16), generator=torch.Generator().manual_seed(3))
+
+
+def load_exported(case: Case, folder: Path) -> tuple[str, Held, int]:
+    """The error of reading ``folder`` (or ""), this rank's weights then, and the bytes it read."""
+    run = Run(case)
+    run.spoil(7.0)
+    text, read = "", 0
+    try:
+        read = load_hf(folder, run.model, run.mesh)
+    except CheckpointError as error:
+        text = str(error)
+    return text, run.held(), read

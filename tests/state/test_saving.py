@@ -96,11 +96,12 @@ def kill_while_saving(folder: Path, mode: str, generator: random.Random, longest
     """Kill three saving ranks, one of them first, and resume with two; returns the step that was found."""
     folder.mkdir()
     saving = Pool(3)
-    thread = threading.Thread(target=_run, args=(saving, folder, mode))
+    ended: list[str] = []
+    thread = threading.Thread(target=_run, args=(saving, folder, mode, ended))
     thread.start()
     until = time.monotonic() + 60
     while not (folder / "begun").exists():
-        assert thread.is_alive(), "the ranks ended before their first save"
+        assert thread.is_alive(), ended
         assert time.monotonic() < until, "no first save within 60 s"
         time.sleep(0.01)
     time.sleep(generator.uniform(0, longest))
@@ -118,6 +119,8 @@ def kill_while_saving(folder: Path, mode: str, generator: random.Random, longest
     return int(answers[0][1])
 
 
-def _run(saving: Pool, folder: Path, mode: str) -> None:
-    with contextlib.suppress(RuntimeError):
+def _run(saving: Pool, folder: Path, mode: str, ended: list[str]) -> None:
+    try:
         saving.run(ranks.save_for_ever, THREE, folder, mode)
+    except RuntimeError as error:
+        ended.append(str(error))
