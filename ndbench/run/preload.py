@@ -3,6 +3,8 @@
 Nothing here may create a thread, a process group or a CUDA context: those do not survive the fork.
 """
 
+import signal
+import threading
 import warnings
 
 import torch.distributed.fsdp
@@ -16,3 +18,8 @@ from ndbench.run.process import adopt_orphans
 # What a killed rank had started becomes the fork server's, and so is still found below the run and ended.
 adopt_orphans()
 warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")
+
+if threading.current_thread() is threading.main_thread():
+    # A scheduler's SIGTERM goes to every process of a job: without their server, ranks look as if they had died.
+    # A rank puts the signal's own meaning back.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

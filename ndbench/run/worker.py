@@ -51,6 +51,7 @@ def run_rank(task_path: str) -> str:
 
 def rank_main(task_path: str, work: Callable[[Task, int, RankReport], None]) -> str:
     """The life of a rank around its ``work``: log, report, and what becomes of an error."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; ending the ranks is the agent's part
     rank = int(os.environ["RANK"])
     task = Task.load(Path(task_path))
