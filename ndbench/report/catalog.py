@@ -12,13 +12,13 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ndbench.config import ModelConfig
 from ndbench.matrix.sources import Sources, find_sources
 from ndbench.measure.flops import parameter_count
 from ndbench.parallel.config import AXES
+from ndbench.report.columns import Column, print_columns
 
 GROUP_OF = {"models": "model", "suites": "suite", "hardware": "hardware", "parallelism": "parallelism"}
 
@@ -46,18 +46,17 @@ def entries(what: str, config_dir: str | Path | None = None) -> list[dict[str, A
 
 
 def print_entries(what: str, found: list[dict[str, Any]], console: Console) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     columns = [column for column in _COLUMNS[what] if any(entry.get(column[0]) is not None for entry in found)]
-    for key, title in columns:
-        words = key in ("name", "about", "layout", "factory")
-        table.add_column(title, justify="left" if words else "right", overflow="fold", no_wrap=key == "name")
+    rows = []
     for entry in found:
         name = f"{entry['name']} *" if entry["yours"] else entry["name"]
-        table.add_row(Text(name), *(Text(_shown(key, entry.get(key))) for key, _ in columns[1:]))
-    console.print(table)
+        rows.append([name, *(_shown(key, entry.get(key)) for key, _ in columns[1:])])
+    words = ("name", "about", "layout", "factory")
+    print_columns(console, [Column(title, key not in words, key == "about") for key, title in columns], rows)
     if any(entry["yours"] for entry in found):
         console.print(Text("* from your --config-dir"))
-    console.print(Text(_USE[what]), style="dim")
+    for line in _USE[what]:
+        console.print(Text(line), style="dim", soft_wrap=True)
 
 
 def _values(path: Path, group: dict[str, Path], above: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -164,12 +163,27 @@ _COLUMNS = {
     "engines": (("name", "engine"), ("about", "what it is"), ("factory", "class")),
 }
 
-_USE = {
-    "models": "model=NAME; model=FOLDER (a local Hugging Face folder); model=package.module:callable",
-    "suites": "suite=NAME; ndbench show suite=NAME lists its cells",
-    "hardware": "hardware=NAME, NAME_xN for N devices (h100_x8), or auto (the default)",
-    "parallelism": "parallelism=NAME; -1 is the rest of the ranks; parallelism.tp_size=2 and so on set one degree",
-    "engines": "engine=NAME; engine=package.module:Class; engine=command engine.command='python train.py'",
+_USE: dict[str, tuple[str, ...]] = {
+    "models": (
+        "model=NAME",
+        "model=FOLDER (a local Hugging Face folder)",
+        "model=package.module:callable",
+    ),
+    "suites": (
+        "suite=NAME",
+        "ndbench show suite=NAME lists its cells",
+    ),
+    "hardware": ("hardware=NAME, NAME_xN for N devices (h100_x8), or auto (the default)",),
+    "parallelism": (
+        "parallelism=NAME",
+        "-1 is the rest of the ranks",
+        "parallelism.tp_size=2 and so on set one degree",
+    ),
+    "engines": (
+        "engine=NAME",
+        "engine=package.module:Class",
+        "engine=command engine.command='python train.py'",
+    ),
 }
 
 

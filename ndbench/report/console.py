@@ -82,7 +82,7 @@ def print_comparison(
     measured = page_facts.measured_cells(records, comparison, plan)
     head = [
         _Line(facts.headline(comparison), STYLES.get(comparison.verdict, "")),
-        _exit_line(comparison, console.width),
+        _Line(facts.brief_exit_line(comparison)),
         _Line(facts.baseline_line(comparison)),
     ]
     found = page_facts.findings(measured, comparison, plan, baseline)
@@ -116,15 +116,6 @@ def print_comparison(
         console.print()
         for line in [*head[:1], *answers]:
             _print(console, line)
-
-
-def _exit_line(comparison: Comparison, width: int) -> _Line:
-    """Without its names where they are long: they stand in the table, and the first screen is for the answers."""
-    line = _Line(facts.exit_line(comparison))
-    what, colon, _ = line.text.partition(": ")[2].partition(": ")
-    if _count([line], width) > 2 and colon:
-        return _Line(f"exit {comparison.exit_code}: {what}: see the table")
-    return line
 
 
 def _answers(found: Sequence[Finding], width: int, room: int) -> tuple[list[_Line], set[str]]:

@@ -57,14 +57,19 @@ def _cost(cell: Cell, stored: float | None) -> Cost:
     repeats = cell.config.measure.repeats
     assert repeats is not None, "cells are resolved"
     seconds, basis = (stored, "stored") if stored is not None else _by_flops(cell)
-    return Cost(repeats, memory_estimate(cell), None if seconds is None else seconds * repeats, basis)
+    return Cost(
+        repeats,
+        None if _is_a_script(cell) else memory_estimate(cell),
+        None if seconds is None else seconds * repeats,
+        basis,
+    )
 
 
 def _by_flops(cell: Cell) -> tuple[float | None, str]:
     """Seconds of one repeat."""
     config, steps = cell.config, cell.config.training.steps
     flops = step_flops(config.model, config.training)
-    if flops is None:
+    if flops is None or _is_a_script(cell):
         return None, "unknown"
     if config.hardware.device == "cpu":
         cores = min(cell.world_size, os.cpu_count() or 1)
@@ -74,6 +79,11 @@ def _by_flops(cell: Cell) -> tuple[float | None, str]:
     if not peak:
         return None, "unknown"
     return GPU_LAUNCH_SECONDS + steps * flops / (cell.world_size * peak * GPU_UTILISATION), "flops"
+
+
+def _is_a_script(cell: Cell) -> bool:
+    """``engine=command``: what it trains is not known, whatever the model here is called."""
+    return cell.config.engine.command is not None
 
 
 def _stored_seconds(cells: list[Cell], results_dir: Path) -> dict[str, float]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ndbench.compare.memory import said_bytes
-from ndbench.compare.result import VERDICTS, CellVerdict, Comparison, Current
+from ndbench.compare.result import UNFINISHED, VERDICTS, CellVerdict, Comparison, Current
 from ndbench.compare.statistics import MIN_REPEATS
 from ndbench.report.tracker import known_secrets
 from ndbench.report.wandb_runs import without_secrets
@@ -44,19 +44,36 @@ def word(verdict: str) -> str:
 
 
 def headline(comparison: Comparison) -> str:
-    """``REGRESSED: 1 regressed, 7 pass of 8 cells of hsdp_tp``."""
-    counts = ", ".join(f"{number} {word(verdict)}" for verdict, number in comparison.counts.items())
+    """``REGRESSED: 1 regressed, 7 pass of 8 cells of hsdp_tp``; ``NO BASELINE: 8 cells of hsdp_tp, compared with
+    nothing yet``."""
     total = len(comparison.cells)
     plural = "" if total == 1 else "s"
+    if comparison.mode == UNFINISHED:
+        return f"NOT FINISHED: {total} cell{plural} of {comparison.suite}"
+    if set(comparison.counts) == {"no_baseline"}:
+        return f"NO BASELINE: {total} cell{plural} of {comparison.suite}, compared with nothing yet"
+    words = {"no_baseline": "without a baseline"}
+    counts = ", ".join(f"{number} {words.get(verdict, word(verdict))}" for verdict, number in comparison.counts.items())
     return f"{word(comparison.verdict).upper()}: {counts or 'nothing'} of {total} cell{plural} of {comparison.suite}"
 
 
 def exit_line(comparison: Comparison) -> str:
+    if comparison.mode == UNFINISHED:
+        return comparison.exit_reason
     return f"exit {comparison.exit_code}: {comparison.exit_reason}"
+
+
+def brief_exit_line(comparison: Comparison) -> str:
+    """Without its names where they are long: they stand in the table, and the first screen is for the answers."""
+    line = exit_line(comparison)
+    what, colon, _ = comparison.exit_reason.partition(": ")
+    return f"exit {comparison.exit_code}: {what}: see the table" if colon and len(line) > CLIPPED else line
 
 
 def baseline_line(comparison: Comparison) -> str:
     """What the run was compared with, and how old that is."""
+    if comparison.mode == UNFINISHED:
+        return "baseline: not compared yet, that comes at the end of a run"
     if comparison.baseline is None:
         return "baseline: off (gate.mode=off)" if comparison.mode == "off" else "baseline: none yet"
     newest = f", the newest {age(comparison.newest_days)} old" if comparison.newest_days is not None else ""
@@ -190,14 +207,14 @@ def accept_command(comparison: Comparison, run_folder: str | Path | None = None)
     """The command that makes this run a reference, where that is a sensible next step; else null."""
     acceptable = [cell for cell in comparison.cells if cell.current is not None and cell.current.ok_repeats]
     wanted = ("no_baseline", "new", "improved", "incomparable", "inconclusive")
-    if comparison.mode in ("off", "ab") or not any(cell.verdict in wanted for cell in acceptable):
+    if comparison.mode in ("off", "ab", UNFINISHED) or not any(cell.verdict in wanted for cell in acceptable):
         return None
     return f'ndbench baseline accept {run_argument(comparison, run_folder)} --reason "…"'
 
 
 def deliberate_command(comparison: Comparison, cell: CellVerdict, run_folder: str | Path | None = None) -> str | None:
     """The command that accepts a regressed or missing cell on purpose; null for any other."""
-    if cell.verdict not in ("regressed", "missing") or comparison.mode == "ab":
+    if cell.verdict not in ("regressed", "missing") or comparison.mode in ("ab", UNFINISHED):
         return None
     run = run_argument(comparison, run_folder)
     return f'ndbench baseline accept {run} --cells {shlex.quote(cell.name)} --reason "…"'
@@ -212,6 +229,13 @@ def run_argument(comparison: Comparison, run_folder: str | Path | None) -> str:
         return shlex.quote(_short(folder))
     results = _short(folder.parent.parent)
     return comparison.run if results == "results" else f"{comparison.run} --results-dir {shlex.quote(results)}"
+
+
+def resume_command(run_folder: Path) -> str:
+    """The line that goes on with a run."""
+    results = str(run_folder.parent.parent)
+    elsewhere = [] if results == "results" else [f"results.dir={results}"]
+    return shlex.join(["ndbench", "--resume", run_folder.name, *elsewhere])
 
 
 def _short(path: Path) -> str:

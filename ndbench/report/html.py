@@ -81,7 +81,7 @@ def render(
     return environment.get_template("report.html.j2").render(
         comparison=comparison,
         headline=facts.headline(comparison),
-        exit_line=facts.exit_line(comparison),
+        exit_line=facts.brief_exit_line(comparison),
         baseline_line=facts.baseline_line(comparison),
         notes=[facts.printable(note) for note in [*comparison.notes, *remarks]],
         findings=page_facts.findings(measured, comparison, plan, baseline),

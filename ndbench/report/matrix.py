@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from ndbench.report.columns import Column, print_columns
 from ndbench.report.cost import Cost
 from ndbench.report.progress import duration
 
@@ -27,7 +27,7 @@ def print_matrix(matrix: Matrix, costs: Mapping[str, Cost], console: Console) ->
     if matrix.description:
         console.print(Text(matrix.description))
     if matrix.cells:
-        console.print(_table(matrix.cells, costs))
+        _print_cells(matrix.cells, costs, console)
         console.print(Text(_total(matrix.cells, costs)))
     for title, reasons in (
         ("excluded", list(matrix.excluded)),
@@ -63,7 +63,7 @@ def _cell_json(cell: Cell, cost: Cost) -> dict[str, Any]:
     return {
         "name": cell.name,
         "cell_id": cell.cell_id,
-        "layout": cell.parallelism.layout,
+        "layout": cell.layout,
         "world_size": cell.world_size,
         "parallelism": cell.parallelism.sizes,
         "model": cell.config.model.name,
@@ -77,32 +77,28 @@ def _cell_json(cell: Cell, cost: Cost) -> dict[str, Any]:
     }
 
 
-def _table(cells: list[Cell], costs: Mapping[str, Cost]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    layouts = any(cell.name != cell.parallelism.layout for cell in cells)
+def _print_cells(cells: list[Cell], costs: Mapping[str, Cost], console: Console) -> None:
+    layouts = any(cell.name != cell.layout for cell in cells)
     hardware = len({cell.config.hardware.name for cell in cells}) > 1
-    table.add_column("cell", overflow="fold", min_width=14)
-    if layouts:
-        table.add_column("layout", overflow="fold")
-    if hardware:
-        table.add_column("hardware", overflow="fold")
-    table.add_column("model", overflow="fold")
-    for title in ("ranks", "tokens/step", "memory/rank", "repeats", "time"):
-        table.add_column(title, justify="right", no_wrap=True)
+    titles = ["cell", *(["layout"] if layouts else []), *(["hardware"] if hardware else []), "model"]
+    columns = [Column(title) for title in titles]
+    columns += [Column(title, right=True) for title in ("ranks", "tokens/step", "memory/rank", "repeats", "time")]
+    rows = []
     for cell in cells:
         cost = costs[cell.name]
-        table.add_row(
-            Text(cell.name),
-            *([Text(cell.parallelism.layout)] if layouts else []),
-            *([Text(cell.config.hardware.name)] if hardware else []),
-            Text(cell.config.model.name),
+        row = [
+            cell.name,
+            *([cell.layout] if layouts else []),
+            *([cell.config.hardware.name] if hardware else []),
+            "-" if cell.config.engine.command is not None else cell.config.model.name,
             str(cell.world_size),
             f"{_tokens(cell):,}",
             _bytes(cost.memory_bytes),
             str(cost.repeats),
             _time(cost),
-        )
-    return table
+        ]
+        rows.append(row)
+    print_columns(console, columns, rows)
 
 
 def _total(cells: list[Cell], costs: Mapping[str, Cost]) -> str:

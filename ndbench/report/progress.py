@@ -18,13 +18,18 @@ REFRESH_SECONDS = 0.5
 
 
 def duration(seconds: float) -> str:
-    """``47 s``, ``3 min 20 s``, ``1 h 05 min``."""
+    """``47 s``, ``3 min 20 s``, ``1 h 05 min``, ``3 days 04 h``, ``41 days``, ``27 years``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    days, rest = divmod(whole, 86400)
+    if days == 0:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    if days < 10:
+        return f"{days} day{'s' * (days > 1)} {rest // 3600:02d} h"
+    return f"{days} days" if days < 2 * 365 else f"{days // 365:,} years"
 
 
 class Progress:

@@ -6,12 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ndbench.compare.result import from_json
 from ndbench.config import TrackerConfig
-from ndbench.gate.stored import compare_run
+from ndbench.gate.stored import verdict_of
 from ndbench.report.baselines import baseline_at
 from ndbench.report.tracker import push_baseline, push_run
-from ndbench.results.store import find_run, read_json
+from ndbench.results.store import find_run
 
 PUSH_SECONDS = 600
 
@@ -45,5 +44,5 @@ def send(
     known = {field.name for field in dataclasses.fields(TrackerConfig)}
     kept = {key: value for key, value in (stored or {}).items() if key in known}
     tracker = dataclasses.replace(TrackerConfig(**kept), **given)
-    comparison = from_json(read_json(run.verdict_path)) if run.verdict_path.is_file() else compare_run(run, None)
+    comparison = verdict_of(run)
     return push_run(run, comparison, tracker)

@@ -62,6 +62,23 @@ def failing() -> tuple[Comparison, str]:
     return comparison, page
 
 
+LONG = "moe_tiny-fsdp4_tp2_cp2-sequence32768-bf16-float8-compiled"
+
+
+def crowded(count: int = 30) -> tuple[list[Record], Baseline, dict[str, Any]]:
+    """Many cells that regressed, with long names, many overrides and long reasons: records, baseline, plan."""
+    names = [f"{LONG}-{number}" for number in range(count)]
+    table = [
+        {"op": "all_gather", "axis": f"axis{n}", "count": 3, "bytes": 10**9, "where": [f"model.layers.{n}.mlp.experts"]}
+        for n in range(8)
+    ]
+    head = one_workload([r for name in names for r in repeats(name, seconds=0.31, collectives=table)])
+    stored = one_workload([record for name in names for record in repeats(name)])
+    plan = plan_for(head)
+    plan["overrides"] = ["suite=hsdp_tp", *(f"training.some_long_option_{n}=value_{n}" for n in range(12))]
+    return head, baseline_of(*[stored] * 3), plan
+
+
 def large(cells: int = 500, count: int = 3, steps: int = 50) -> tuple[list[Record], Comparison]:
     """Cells with real spread in every number, so that nothing compresses better than it would."""
     rng = random.Random(0)

@@ -22,7 +22,8 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 from ndbench.report import html
-from tests.report.html_runs import HOSTILE, failing, large
+from tests.compare.helpers import decide
+from tests.report.html_runs import HOSTILE, LONG, crowded, failing, large
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -49,7 +50,11 @@ def driver() -> Iterator[Any]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     head, comparison = large()
-    texts = {"failing": failing()[1], "large": html.render(comparison, head)}
+    many, baseline, plan = crowded()
+    judged = decide(many, baseline)
+    judged.notes.extend(f"note {number}: " + "something else to know about the run " * 6 for number in range(8))
+    page = html.render(judged, many, plan=plan, baseline=baseline, run_folder="results/runs/r")
+    texts = {"failing": failing()[1], "large": html.render(comparison, head), "crowded": page}
     for name, text in texts.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
     return {name: folder / f"{name}.html" for name in texts}
@@ -89,17 +94,21 @@ def picture(driver: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
+@pytest.mark.parametrize(("page", "cell"), [("failing", "fsdp8"), ("crowded", f"{LONG}-0")])
 def test_the_first_screen_says_what_how_much_how_surely_since_when_and_how_to_see_it_again(
-    opened: Any, size: tuple[int, int]
+    opened: Any, size: tuple[int, int], page: str, cell: str
 ) -> None:
-    driver = opened("failing", size)
-    picture(driver, f"failing-{size[0]}-top")
-    row = next(r for r in driver.find_elements(By.CSS_SELECTOR, "#findings tbody tr") if "fsdp8" in r.text)
-    for fact in ("regressed", "tokens/s", "95 % interval", "after session s005", "cells=fsdp8"):
-        assert fact in row.text
+    driver = opened(page, size)
+    picture(driver, f"{page}-{size[0]}-top")
+    assert driver.execute_script("return window.scrollY") == 0
+    row = driver.find_elements(By.CSS_SELECTOR, "#findings tbody tr")[0]
+    for fact in (f"{cell} regressed", "tokens/s -", "95 % interval", "after session s00", f"cells={cell}"):
+        assert fact in " ".join(row.text.split())
     place = row.rect
     assert place["y"] + place["height"] <= size[1], "without scrolling"
-    assert place["width"] <= size[0]
+    assert place["x"] + place["width"] <= size[0]
+    assert driver.find_element(By.CSS_SELECTOR, "h1").text.endswith("cells of hsdp_tp")
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= size[0]
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
@@ -215,6 +224,13 @@ def test_every_figure_of_a_large_page_is_drawn(opened: Any) -> None:
     figures = driver.execute_script(
         "return [...document.querySelectorAll('#layouts .plot')].map(p => p.dataset.figure)"
     )
+    assert len(figures) == 30
+    assert {name.split("-")[0] for name in figures} == {"pareto", "losses", "collectives"}
+    marks = "return arguments[0].querySelectorAll('.main-svg .trace path, .main-svg .trace .point').length"
     for name in figures[:6]:
-        wait_drawn(driver, f"[data-figure='{name}']")
+        place = wait_drawn(driver, f"[data-figure='{name}']")
+        assert driver.execute_script(marks, place) > 0, f"{name} holds lines, points or bars"
+        assert place.rect["width"] <= PHONE[0]
+    undrawn = driver.execute_script("return document.querySelectorAll('#layouts .plot:not(.drawn)').length")
+    assert undrawn > 0, "the others wait until they come into view"
     picture(driver, "large-390-layouts")

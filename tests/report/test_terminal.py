@@ -25,7 +25,7 @@ from ndbench.results.sessions import Baseline
 from ndbench.results.store import RunFolder, write_json
 from tests.compare.helpers import baseline_of, decide, session_of
 from tests.records import MIB, a_record, noisy, not_ok, plan_of, repeats
-from tests.report.html_runs import HOSTILE, failing_head, one_workload, plan_for, stored_baseline
+from tests.report.html_runs import HOSTILE, LONG, crowded, failing_head, one_workload, plan_for, stored_baseline
 
 ROOT = Path(__file__).parents[2]
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -134,23 +134,6 @@ def test_history_shows_where_the_level_moved_and_what_was_accepted() -> None:
     assert re.search(r"█\*█+\|▁+>▁", lines[0]), lines[0]
     assert "accepted on purpose as new level, session s001 (2026-11-11): day 1" in words(text)
     assert re.search(r"the level moved at session s007 \(2026-11-17\): step time \+(29|30|31)\.\d%", words(text))
-
-
-LONG = "moe_tiny-fsdp4_tp2_cp2-sequence32768-bf16-float8-compiled"
-
-
-def crowded(count: int = 30) -> tuple[list[Record], Baseline, dict[str, Any]]:
-    """Many cells that regressed, with long names, many overrides and long reasons."""
-    names = [f"{LONG}-{number}" for number in range(count)]
-    table = [
-        {"op": "all_gather", "axis": f"axis{n}", "count": 3, "bytes": 10**9, "where": [f"model.layers.{n}.mlp.experts"]}
-        for n in range(8)
-    ]
-    head = one_workload([r for name in names for r in repeats(name, seconds=0.31, collectives=table)])
-    stored = one_workload([record for name in names for record in repeats(name)])
-    plan = plan_for(head)
-    plan["overrides"] = ["suite=hsdp_tp", *(f"training.some_long_option_{n}=value_{n}" for n in range(12))]
-    return head, baseline_of(*[stored] * 3), plan
 
 
 @pytest.mark.parametrize("make", [lambda: (failing_head(), stored_baseline(), None), crowded])
