@@ -6,8 +6,6 @@ All numerics are in ``ndbench.parallel`` and ``ndbench.training``; this file onl
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -32,8 +30,8 @@ class BundledEngine:
     """ND-parallel training of a causal language model.
 
     ``weight_jitter`` adds normal noise of that standard deviation to weights that start constant (norms, biases):
-    for tests that compare layouts, where a constant would hide a mistake. ``attention`` is the kernel to prefer on CUDA
-    (``cudnn``, ``flash`` or ``efficient``); null takes the fastest that the device has.
+    for tests that compare layouts, where a constant would hide a mistake. ``attention`` is the kernel to use on CUDA
+    (``cudnn`` or ``flash``); null takes the fastest that the device has.
     """
 
     def __init__(self, weight_jitter: float = 0.0, attention: str | None = None) -> None:
@@ -75,10 +73,10 @@ class BundledEngine:
         import torch
         import torch.distributed as dist
 
+        from ndbench.parallel.attention import attention_kernel
         from ndbench.parallel.gradients import Gradients
         from ndbench.parallel.initialize import Weights
         from ndbench.parallel.parallelize import Technique, parallelize
-        from ndbench.parallel.sdpa import kernel_order, preferring
         from ndbench.training.forward import attach_loss, chunk_refusals
         from ndbench.training.models import build_model
         from ndbench.training.optimizer import ShardOptimizer
@@ -95,6 +93,7 @@ class BundledEngine:
             raise ValueError("; ".join(reasons))
         dtype = torch.bfloat16 if training.precision == "bf16" else None
         std = float(getattr(getattr(built.model, "config", None), "initializer_range", model_config.initializer_range))
+        kernel = _kernel(built, mesh, device, dtype or torch.float32, self.attention)
         parallel = parallelize(
             built.model,
             built.blocks,
@@ -102,18 +101,11 @@ class BundledEngine:
             device,
             plan,
             Weights(training.seed, std, self.weight_jitter, built.constants),
-            Technique(dtype, training.activation_checkpointing, training.compile, built.transformers),
+            Technique(dtype, training.activation_checkpointing, training.compile, built.transformers, kernel),
         )
-        order = kernel_order(device, self.attention)
-
-        @contextmanager
-        def computing() -> Iterator[None]:
-            with preferring(order), parallel.computing():
-                yield
-
         vocab_size = getattr(getattr(built.model, "config", None), "vocab_size", None)
         loss_sum = attach_loss(
-            parallel.model, mesh, plan, vocab_size, training.loss_chunk_size, computing, training.compile
+            parallel.model, mesh, plan, vocab_size, training.loss_chunk_size, parallel.computing, training.compile
         )
         world = mesh.config.world_size
         gradients = Gradients(
@@ -134,7 +126,7 @@ class BundledEngine:
             training.micro_batch_size,
             training.max_grad_norm,
             training.max_grad_value,
-            computing,
+            parallel.computing,
         )
         window = getattr(getattr(built.model, "config", None), "sliding_window", None) is not None
         self._facts = {
@@ -146,7 +138,9 @@ class BundledEngine:
         if built.transformers:
             # Whether documents are packed is known with the first batch; both answers are made ready here.
             whole, self._packed_kernel = (
-                _kernel_name(mesh, device, dtype or torch.float32, order, parallel.model.config, masked=masked)
+                attention_kernel(
+                    device.type, dtype or torch.float32, mesh.config.cp_size, mesh.config.cp_method, masked, kernel
+                )
                 for masked in (window, True)
             )
             self._facts["attention_kernel"] = whole
@@ -163,6 +157,11 @@ class BundledEngine:
         assert self._step is not None, "setup comes first"
         return self._step
 
+    def training_state(self) -> tuple[torch.nn.Module, torch.optim.Optimizer, list[torch.nn.Parameter]]:
+        """Model, optimizer, and the model's parameters in the order of the optimizer's: what a checkpoint holds."""
+        optimizer = self.stepper.optimizer
+        return self.stepper.model, optimizer.optimizer, list(optimizer.parameters)
+
     def close(self) -> None:
         self.model = self._step = None
 
@@ -171,23 +170,19 @@ class BundledEngine:
         return dict(self._facts)
 
 
-def _kernel_name(
-    mesh: Mesh, device: torch.device, dtype: torch.dtype, order: tuple[str, ...], model: Any, masked: bool
-) -> str:
-    """What attention runs on, for the record: ``ring:flash``, ``sdpa:cudnn``, ...; ``model`` is its configuration."""
-    from ndbench.parallel.attention import attention_kernel
-    from ndbench.parallel.sdpa import chosen_kernel
+def _kernel(built: Any, mesh: Mesh, device: torch.device, dtype: torch.dtype, asked: str | None) -> str | None:
+    """What a layer's plain causal attention runs on, of :data:`ATTENTION_KERNELS`."""
+    from ndbench.parallel.sdpa import choose_kernel
 
-    layout = mesh.config
-    name = attention_kernel(device.type, dtype, layout.cp_size, layout.cp_method, masked=masked)
-    if not order or not name.endswith("sdpa"):
-        return name
-    split = layout.tp_size * layout.cp_size
+    if not built.transformers:
+        return None
+    model, layout = built.model.config, mesh.config
+    # The heads that attention sees on a rank; under Ulysses cp splits them too. A remainder was refused before.
+    split = layout.tp_size * (layout.cp_size if layout.cp_method == "ulysses" else 1)
     heads = model.num_attention_heads
-    head_dim = getattr(model, "head_dim", None) or model.hidden_size // heads
     kv_heads = getattr(model, "num_key_value_heads", None) or heads
-    here = chosen_kernel(order, device, dtype, max(heads // split, 1), max(kv_heads // split, 1), head_dim, masked)
-    return f"{name}:{here}"
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // heads
+    return choose_kernel(device, dtype, max(heads // split, 1), max(kv_heads // split, 1), head_dim, asked)
 
 
 def _refuse_training(training: TrainingConfig, model: ModelConfig) -> list[str]:

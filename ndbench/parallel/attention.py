@@ -17,6 +17,7 @@ from ndbench.parallel import masks
 from ndbench.parallel.context import METHODS, refuse_attention
 from ndbench.parallel.kernels import block_kernel
 from ndbench.parallel.ring import RingPlan, ring_attention
+from ndbench.parallel.sdpa import KERNELS
 from ndbench.parallel.ulysses import ulysses_attention
 
 ATTENTION_NAME = "ndbench"
@@ -47,6 +48,8 @@ class AttentionContext:
     method: str
     sliding: bool
     """The configuration says that this layer has a sliding window, so a call without one is a mistake."""
+    kernel: str | None = None
+    """What plain causal attention over the whole sequence runs on (``sdpa.py``); null: PyTorch's own dispatch."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionContext:
         return self
@@ -59,7 +62,9 @@ def register() -> None:
     AttentionInterface.register(ATTENTION_NAME, ndbench_attention)
 
 
-def configure(model: torch.nn.Module, cp_group: dist.ProcessGroup | None = None, method: str = "ring") -> int:
+def configure(
+    model: torch.nn.Module, cp_group: dist.ProcessGroup | None = None, method: str = "ring", kernel: str | None = None
+) -> int:
     """Tell every attention layer of ``model`` its cp group (None or one rank: no context parallelism).
 
     The group is kept on the modules, so that several models with several groups live in one process. To be called
@@ -82,20 +87,22 @@ def configure(model: torch.nn.Module, cp_group: dist.ProcessGroup | None = None,
             continue
         if not module.is_causal:
             raise ValueError(f"{name} is not causal: only causal attention is implemented")
-        setattr(
-            module, _CONTEXT, AttentionContext(cp_group, method, sliding=_layer_type(module) == "sliding_attention")
-        )
+        sliding = _layer_type(module) == "sliding_attention"
+        setattr(module, _CONTEXT, AttentionContext(cp_group, method, sliding, kernel))
         found += 1
     if not found:
         raise ValueError(f"{type(model).__name__} has no attention layer that uses transformers' attention registry")
     return found
 
 
-def attention_kernel(device_type: str, dtype: torch.dtype, cp_size: int, method: str, masked: bool) -> str:
-    """What a layer's attention runs on, for the record; without a ring PyTorch's own dispatch decides."""
+def attention_kernel(
+    device_type: str, dtype: torch.dtype, cp_size: int, method: str, masked: bool, kernel: str | None = None
+) -> str:
+    """What a layer's attention runs on, for the record; ``sdpa`` is PyTorch's own dispatch."""
     if cp_size > 1 and method == "ring":
         return f"ring:{block_kernel(device_type, dtype, masked)}"
-    return "ulysses:sdpa" if cp_size > 1 else "sdpa"
+    name = "sdpa" if kernel is None or masked else kernel
+    return f"ulysses:{name}" if cp_size > 1 else name
 
 
 def ndbench_attention(
@@ -141,7 +148,7 @@ def ndbench_attention(
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
 
     def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return whole_attention(q, k, v, scale, window, document_ids, softcap)
+        return whole_attention(q, k, v, scale, window, document_ids, softcap, context.kernel)
 
     if context.group is None:
         out = whole(query, key, value)
@@ -160,13 +167,17 @@ def whole_attention(
     window: int | None = None,
     documents: torch.Tensor | None = None,
     softcap: float | None = None,
+    kernel: str | None = None,
 ) -> torch.Tensor:
-    """Causal attention when the whole sequence is here, by PyTorch's own dispatch; [b, heads, s, d] in and out.
+    """Causal attention when the whole sequence is here; [b, heads, s, d] in and out.
 
-    With ``softcap`` the scores are stored, s x s of each head: no fused kernel of PyTorch has it.
+    ``kernel`` is what it runs on when nothing but causality masks it, else PyTorch's own dispatch decides. With
+    ``softcap`` the scores are stored, s x s of each head: no fused kernel of PyTorch has it.
     """
     heads, kv_heads = q_bhsd.shape[1], k_bhsd.shape[1]
     if window is None and documents is None and softcap is None:
+        if kernel is not None:
+            return KERNELS[kernel][1](q_bhsd, k_bhsd, v_bhsd, scale)
         return F.scaled_dot_product_attention(
             q_bhsd, k_bhsd, v_bhsd, is_causal=True, scale=scale, enable_gqa=heads != kv_heads
         )

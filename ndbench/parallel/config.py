@@ -20,8 +20,8 @@ AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 CHECKPOINTING_MODES = ("none", "full", "selective")
 """Activation checkpointing: keep everything, a block's input only, or that and what is dear to compute again."""
 
-ATTENTION_KERNELS = ("cudnn", "flash", "efficient")
-"""CUDA kernels that attention can be asked to prefer."""
+ATTENTION_KERNELS = ("cudnn", "flash")
+"""CUDA kernels that attention can be asked to use."""
 
 WHOLE_ATTENTION = frozenset({"phi3", "olmo2"})
 """Model types whose plan leaves attention whole on every tp rank, so that heads need not divide by tp."""

@@ -32,6 +32,8 @@ class Technique:
     compile: bool = False
     registry_attention: bool = True
     """Attention goes through transformers' registry (not so in a model of the user's own)."""
+    attention_kernel: str | None = None
+    """One of ``sdpa.KERNELS``; None leaves the choice to PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def parallelize(
 
     # 2. Attention learns where the rest of the sequence is.
     if technique.registry_attention:
-        configure(model, mesh.cp.get_group() if mesh.cp.size() > 1 else None, mesh.config.cp_method)
+        cp_group = mesh.cp.get_group() if mesh.cp.size() > 1 else None
+        configure(model, cp_group, mesh.config.cp_method, technique.attention_kernel)
 
     # 3. Recomputation encloses TP's and CP's communication, and is what gets compiled.
     apply_checkpointing(blocks, technique.activation_checkpointing)

@@ -1,72 +1,73 @@
-"""Which kernel PyTorch's scaled_dot_product_attention runs on, made explicit and known for the record.
+"""CUDA kernels for plain causal attention, called by name instead of left to PyTorch's dispatch.
 
-The order of preference is set for a forward and its backward; PyTorch takes the first kernel that can serve a call.
-A layer whose whole sequence is on the rank goes through it (``attention.py``); the ring does not (``kernels.py``).
+So the record names the kernel that ran, and torch.compile's caches tell them apart, which they do not of the dispatch.
+Layers whose whole sequence is on the rank use it, without window or documents; all else is in ``kernels.py``.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 
 import torch
-from torch.backends.cuda import (
-    SDPAParams,
-    can_use_cudnn_attention,
-    can_use_efficient_attention,
-    can_use_flash_attention,
-)
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
 from ndbench.parallel.config import ATTENTION_KERNELS
 
-KERNELS = {
-    "cudnn": (SDPBackend.CUDNN_ATTENTION, can_use_cudnn_attention),
-    "flash": (SDPBackend.FLASH_ATTENTION, can_use_flash_attention),
-    "efficient": (SDPBackend.EFFICIENT_ATTENTION, can_use_efficient_attention),
+Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""(q [b, heads, s, d], k, v [b, kv heads, s, d], scale) -> [b, heads, s, d]."""
+
+
+def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, True, False, scale=scale
+    )[0]
+    return out
+
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
+    return out
+
+
+KERNELS: dict[str, tuple[Callable[[SDPAParams], bool], Call]] = {
+    "cudnn": (can_use_cudnn_attention, _cudnn),
+    "flash": (can_use_flash_attention, _flash),
 }
-"""Name -> PyTorch's name for it, and whether it can serve a call; ``math``, which stores all scores, always can."""
+"""Name -> whether it can serve a call, and the call."""
 assert tuple(KERNELS) == ATTENTION_KERNELS, "config.py names them without importing torch"
 
-_ORDER = ("flash", "efficient", "cudnn")
-_ORDER_FROM_HOPPER = ("cudnn", "flash", "efficient")
-"""cuDNN has kernels for the matrix units of Hopper and Blackwell; PyTorch's flash is written for Ampere's."""
+HEAD_DIM_MULTIPLE = 8
+"""PyTorch pads other head dims before it calls a kernel."""
 
 
-def kernel_order(device: torch.device, first: str | None = None) -> tuple[str, ...]:
-    """Names in :data:`KERNELS`, the preferred one first, ``first`` before all; empty where there is no choice (CPU).
+def choose_kernel(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, asked: str | None = None
+) -> str | None:
+    """The kernel for layers of these heads: ``asked``, else cuDNN from Hopper on, else flash; null: PyTorch decides.
 
-    Raises ``ValueError`` for a name that is not known.
+    cuDNN uses the matrix units of Hopper and Blackwell; PyTorch's flash is written for Ampere's. Raises ``ValueError``
+    when ``asked`` is not known or cannot serve such layers here.
     """
-    if first is not None and first not in KERNELS:
-        raise ValueError(f"attention kernel '{first}' is not known; known: {', '.join(KERNELS)}")
-    if device.type != "cuda":
-        return ()
+    if asked is not None and asked not in KERNELS:
+        raise ValueError(f"attention kernel '{asked}' is not known; known: {', '.join(KERNELS)}")
+    usable = [name for name in KERNELS if _serves(name, device, dtype, heads, kv_heads, head_dim)]
+    if asked is not None:
+        if asked not in usable:
+            shape = f"{heads} heads, {kv_heads} kv heads, head dim {head_dim}, {dtype} on {device.type}"
+            raise ValueError(f"attention kernel '{asked}' cannot serve {shape}")
+        return asked
+    if not usable:
+        return None
     hopper = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
-    order = _ORDER_FROM_HOPPER if hopper else _ORDER
-    return order if first is None else (first, *(name for name in order if name != first))
+    return usable[0] if hopper else usable[-1]
 
 
-def preferring(order: tuple[str, ...]) -> AbstractContextManager[None]:
-    """Inside, calls run on the first kernel of ``order`` that can serve them."""
-    if not order:
-        return nullcontext()
-    kinds = [KERNELS[name][0] for name in order]
-    return sdpa_kernel([*kinds, SDPBackend.MATH], set_priority=True)  # type: ignore[no-any-return]
-
-
-def chosen_kernel(
-    order: tuple[str, ...],
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    masked: bool = False,
-) -> str:
-    """The kernel of ``order`` that a training call with these heads runs on, else ``math``."""
+def _serves(name: str, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> bool:
+    if device.type != "cuda" or head_dim % HEAD_DIM_MULTIPLE:
+        return False
     tokens = 128
-    q = torch.empty(1, heads, tokens, head_dim, device=device, dtype=dtype, requires_grad=True)
-    k = torch.empty(1, heads if masked else kv_heads, tokens, head_dim, device=device, dtype=dtype, requires_grad=True)
-    mask = torch.ones(tokens, tokens, device=device, dtype=torch.bool) if masked else None
-    call = SDPAParams(q, k, k, mask, 0.0, not masked, k.shape[1] != heads)
-    return next((name for name in order if KERNELS[name][1](call)), "math")
+    q, k = (
+        torch.empty(1, count, tokens, head_dim, device=device, dtype=dtype, requires_grad=True)
+        for count in (heads, kv_heads)
+    )
+    return KERNELS[name][0](SDPAParams(q, k, k, None, 0.0, True, heads != kv_heads))

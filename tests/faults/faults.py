@@ -214,7 +214,7 @@ def tokens_not_permuted() -> Iterator[None]:
 @contextmanager
 def attention_within_the_shard_only() -> Iterator[None]:
     """Context parallelism forgotten: each rank attends to its own tokens."""
-    with patch.object(parallelize, "configure", lambda model, group, method: attention.configure(model, None, method)):
+    with patch.object(parallelize, "configure", lambda model, group, *how: attention.configure(model, None, *how)):
         yield
 
 

@@ -1,63 +1,89 @@
-"""The preferred attention kernel: asked by name, refused by name, and only where a device offers a choice."""
+"""The attention kernel: asked for or refused by name, else the fastest of the device; and it is the one that runs."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
+import torch.nn.functional as F
 
 from ndbench.config import Cell, Config
 from ndbench.engines.bundled import BundledEngine
 from ndbench.parallel import sdpa
-from ndbench.parallel.sdpa import kernel_order, preferring
+from ndbench.parallel.attention import attention_kernel, whole_attention
+from ndbench.parallel.sdpa import choose_kernel
 
-CPU = torch.device("cpu")
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+HEADS = (torch.bfloat16, 8, 2, 64)
 
 
-@pytest.mark.parametrize(
-    ("capability", "hip", "first", "order"),
-    [
-        ((9, 0), None, None, ("cudnn", "flash", "efficient")),
-        ((10, 0), None, None, ("cudnn", "flash", "efficient")),
-        ((8, 0), None, None, ("flash", "efficient", "cudnn")),
-        ((9, 4), "6.4", None, ("flash", "efficient", "cudnn")),
-        ((9, 0), None, "flash", ("flash", "cudnn", "efficient")),
-        ((8, 0), None, "cudnn", ("cudnn", "flash", "efficient")),
-    ],
-)
-def test_cudnn_comes_first_from_hopper_on_and_what_was_asked_for_before_all(
-    capability: tuple[int, int],
-    hip: str | None,
-    first: str | None,
-    order: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
+def device(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], serving: set[str], hip: str | None = None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert kernel_order(torch.device("cuda"), first) == order
+    monkeypatch.setattr(sdpa, "_serves", lambda name, *_: name in serving)
 
 
-def test_a_cpu_has_no_choice() -> None:
-    assert kernel_order(CPU) == kernel_order(CPU, "flash") == ()
-    with preferring(()):
-        pass
+@pytest.mark.parametrize(
+    ("capability", "hip", "serving", "chosen"),
+    [
+        ((9, 0), None, {"cudnn", "flash"}, "cudnn"),
+        ((10, 0), None, {"cudnn", "flash"}, "cudnn"),
+        ((8, 0), None, {"cudnn", "flash"}, "flash"),
+        ((9, 4), "6.4", {"cudnn", "flash"}, "flash"),
+        ((9, 0), None, {"flash"}, "flash"),
+        ((9, 0), None, set(), None),
+    ],
+)
+def test_cudnn_is_taken_from_hopper_on_where_it_serves(
+    capability: tuple[int, int], hip: str | None, serving: set[str], chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device(monkeypatch, capability, serving, hip)
+    assert choose_kernel(CUDA, *HEADS) == chosen
 
 
-def test_the_order_holds_inside_and_the_one_before_comes_back() -> None:
-    before = torch._C._get_sdp_priority_order()
-    with preferring(("efficient", "flash", "cudnn")):
-        inside = torch._C._get_sdp_priority_order()
-        assert inside[:4] == [
-            int(b.value) for b in (*(sdpa.KERNELS[n][0] for n in ("efficient", "flash", "cudnn")), sdpa.SDPBackend.MATH)
-        ]
-    assert torch._C._get_sdp_priority_order() == before
+def test_what_was_asked_for_is_taken_or_refused_with_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    device(monkeypatch, (9, 0), {"flash"})
+    assert choose_kernel(CUDA, *HEADS, "flash") == "flash"
+    with pytest.raises(
+        ValueError, match=r"'cudnn' cannot serve 8 heads, 2 kv heads, head dim 64, torch.bfloat16 on cuda"
+    ):
+        choose_kernel(CUDA, *HEADS, "cudnn")
+
+
+def test_a_cpu_leaves_it_to_pytorch() -> None:
+    assert choose_kernel(CPU, *HEADS) is None
 
 
 def test_an_unknown_kernel_is_refused_by_name_before_any_rank_starts() -> None:
-    cell = Cell("single", "test", dataclasses.replace(Config(), world_size=1))
-    assert BundledEngine(attention="cudnn").refuse(cell) is None
-    said = BundledEngine(attention="fastest").refuse(cell)
-    assert said == "engine.options.attention 'fastest' is not known; known: cudnn, flash, efficient"
-    with pytest.raises(ValueError, match="'fastest' is not known; known: cudnn, flash, efficient"):
-        kernel_order(CPU, "fastest")
+    config = Config(world_size=1)
+    assert BundledEngine(attention="cudnn").refuse(Cell("single", "test", config)) is None
+    said = BundledEngine(attention="fastest").refuse(Cell("single", "test", config))
+    assert said == "engine.options.attention 'fastest' is not known; known: cudnn, flash"
+    with pytest.raises(ValueError, match="'fastest' is not known; known: cudnn, flash"):
+        choose_kernel(CPU, *HEADS, "fastest")
+
+
+def test_the_chosen_kernel_runs_where_only_causality_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        calls.append(scale)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+    monkeypatch.setitem(sdpa.KERNELS, "cudnn", (lambda call: True, kernel))
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    assert torch.equal(whole_attention(q, k, k, 0.5, kernel="cudnn"), whole_attention(q, k, k, 0.5))
+    assert calls == [0.5]
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    for masked in ({"window": 2}, {"documents": documents}, {"softcap": 5.0}):
+        whole_attention(q, k, k, 0.5, kernel="cudnn", **masked)  # type: ignore[arg-type]
+    assert calls == [0.5], "these have masks that it does not take"
+
+
+def test_the_record_names_the_kernel() -> None:
+    names = [
+        attention_kernel("cuda", torch.bfloat16, cp, method, masked, "cudnn")
+        for cp, method, masked in [(1, "ring", False), (2, "ulysses", False), (1, "ring", True), (2, "ring", False)]
+    ]
+    assert names == ["cudnn", "ulysses:cudnn", "sdpa", "ring:flash"]
