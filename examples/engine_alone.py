@@ -38,7 +38,8 @@ def main(steps: int = 30, device: str = "cpu") -> list[float]:
     for _ in range(steps):
         start = torch.randint(0, 256, (4, 1), generator=generator)
         tokens = ((start + 7 * torch.arange(65)) % 256).to(device)
-        logits = model(input_ids=tokens[:, :-1]).logits
+        positions = torch.arange(64, device=device).expand(4, 64)  # explicit: hidden states are sharded over tp
+        logits = model(input_ids=tokens[:, :-1], position_ids=positions).logits
         loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         (loss / mesh.batch_size).backward()  # gradients are summed over ranks, never averaged
         gradients.sum_over_tp()
