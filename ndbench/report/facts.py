@@ -16,6 +16,7 @@ from typing import Any
 from ndbench.compare.memory import said_bytes
 from ndbench.compare.result import UNFINISHED, VERDICTS, CellVerdict, Comparison, Current
 from ndbench.compare.statistics import MIN_REPEATS
+from ndbench.report.intervals import few, interval_of
 from ndbench.report.tracker import known_secrets
 from ndbench.report.wandb_runs import without_secrets
 
@@ -94,7 +95,7 @@ def row(cell: CellVerdict) -> Row:
     change = interval = ""
     if speed is not None and speed.change is not None:
         change = f"{speed.change:+.1%}"
-        bounds = change_interval(cell)
+        bounds = interval_of(cell, speed)
         interval = f"[{bounds[0]:+.0%}, {bounds[1]:+.0%}]" if bounds is not None else ""
     if current is None or current.tokens_per_second is None:
         outcome = current.outcome if current is not None and current.outcome != "ok" else "-"
@@ -124,19 +125,6 @@ def _spread(current: Current) -> str:
     if current.tokens_low is None or current.tokens_high is None or not current.tokens_per_second:
         return ""
     return f"±{(current.tokens_high - current.tokens_low) / 2 / current.tokens_per_second:.0%}"
-
-
-def few(current: Current) -> bool:
-    """Whether an interval over the repeats says nothing: that of two reaches 13 standard errors to either side."""
-    return current.ok_repeats < MIN_REPEATS
-
-
-def change_interval(cell: CellVerdict) -> tuple[float, float] | None:
-    """The 95 % interval of the change of tokens/s; null where there is none, or too few repeats for one."""
-    speed = cell.metric("tokens_per_second")
-    if speed is None or speed.low is None or speed.high is None or cell.current is None or few(cell.current):
-        return None
-    return speed.low, speed.high
 
 
 def few_line(comparison: Comparison) -> str | None:

@@ -115,7 +115,6 @@ def save_pictures(
 
     Raises ``ValueError`` when Matplotlib is absent or there is nothing to draw.
     """
-    pictures.check()
     drawn: dict[str, Figure] = {}
     overview = _overview(page_facts.measured_cells(records, comparison, plan), drawn)
     if not overview:

@@ -17,6 +17,7 @@ from ndbench.report import facts, figures
 from ndbench.report.facts import Plan
 from ndbench.report.figures import Measured
 from ndbench.report.figures_cells import HERE, Point
+from ndbench.report.intervals import few, interval_of
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline
 
@@ -235,10 +236,10 @@ def _what(metric: MetricVerdict) -> str:
 def _surely(metric: MetricVerdict, cell: CellVerdict) -> str:
     if metric.metric == "tokens_per_second":
         parts = []
-        bounds = facts.change_interval(cell)
+        bounds = interval_of(cell, metric)
         if bounds is not None:
             parts.append(f"95 % interval {bounds[0]:+.1%} to {bounds[1]:+.1%}")
-        elif cell.current is not None and facts.few(cell.current):
+        elif cell.current is not None and few(cell.current):
             parts.append(f"{cell.current.ok_repeats} repeats: too few for an interval")
         p = metric.details.get("p_slower", metric.details.get("p"))
         if p is not None:

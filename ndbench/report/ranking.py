@@ -14,6 +14,7 @@ from ndbench.compare.memory import said_bytes
 from ndbench.compare.result import CellVerdict, Comparison
 from ndbench.report import facts
 from ndbench.report.facts import Plan
+from ndbench.report.intervals import few
 
 
 def layouts(comparison: Comparison, plan: Plan | None) -> list[str]:
@@ -75,7 +76,7 @@ def sentences(ranked: Sequence[CellVerdict]) -> list[str]:
 def _tie(ranked: Sequence[CellVerdict]) -> str:
     """What keeps the fastest from being called so without doubt."""
     best = ranked[0].current
-    counts = [cell.current.ok_repeats for cell in ranked if cell.current is not None and facts.few(cell.current)]
+    counts = [cell.current.ok_repeats for cell in ranked if cell.current is not None and few(cell.current)]
     if best is None or counts:
         return f"; {min(counts, default=0)} repeat{'s' * (min(counts, default=0) != 1)}: too few to be sure"
     low = best.tokens_low or best.tokens_per_second or 0.0

@@ -59,6 +59,17 @@ def push_run(run: RunFolder, comparison: Comparison, tracker: TrackerConfig) -> 
     return _push({"folder": folder, "home": folder, "comparison": comparison.to_json()}, tracker)
 
 
+def track_training(folder: Path, tracker: TrackerConfig) -> tuple[str | None, str | None]:
+    """Send the log of a training run that has ended: (what was done, warning)."""
+    if tracker.name == "none":
+        return None, None
+    place = str(folder.resolve())
+    try:
+        return _push({"folder": place, "home": place, "training": True}, tracker), None
+    except (TrackerError, OSError) as error:
+        return None, f"tracker: {error}; the run itself is whole"
+
+
 def push_baseline(folder: Path, tracker: TrackerConfig) -> str:
     """Send the accepted sessions of one suite's baseline folder, and the folder as an artifact.
 

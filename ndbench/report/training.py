@@ -53,8 +53,9 @@ class TrainingView:
         if self._live is not None:
             self._live.stop()
 
-    def began(self, text: tuple[int, int, bool] | None) -> None:
-        """The header; ``text`` is (tokens, documents, whether there was more) of what was read."""
+    def began(self, text: tuple[int, int, bool] | None, start: tuple[Path, int] | None) -> None:
+        """The header; ``text`` is (tokens, documents, whether there was more) of what was read, ``start`` the
+        checkpoint that is gone on from and its step."""
         config = self._cell.config
         training, model = config.training, config.model
         self._say(
@@ -67,6 +68,12 @@ class TrainingView:
             trained_on = max(tokens * (1 - config.evaluation.fraction), 1)
             passes = training.steps * training.global_batch_size * training.sequence_length / trained_on
             self._say(f"data={config.data.name}: {tokens:,} tokens, {documents:,} documents{more}; {passes:.1f} passes")
+        if start is not None:
+            path, step = start
+            self._say(f"going on from {path}, step {step}")
+            if step >= training.steps:
+                self._say(f"nothing to do: training.steps is {training.steps}", style="bold")
+                return
         self._say(f"log: {self._path}")
 
     def update(self) -> None:
@@ -95,6 +102,10 @@ class TrainingView:
         name = signal.Signals(number).name
         then = "a checkpoint follows" if self._cell.config.checkpoint.dir else "without checkpoint.dir nothing is kept"
         self._say(f"{name}: stopping after the step in flight, {then}; once more ends it at once", style="yellow")
+
+    def tracked(self, done: str | None, warning: str | None) -> None:
+        if done or warning:
+            self._say(warning or done or "", style="yellow" if warning else "")
 
     def killed(self, number: int) -> int:
         """The second signal; returns the exit code."""

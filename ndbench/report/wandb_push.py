@@ -24,6 +24,7 @@ from ndbench.report.wandb_runs import (
     where_tags,
     without_secrets,
 )
+from ndbench.report.wandb_training import training_run
 from ndbench.results.sessions import Session, read_baseline
 from ndbench.results.store import RunFolder, dumps, read_json, write_json
 
@@ -128,7 +129,9 @@ def push(job: dict[str, Any]) -> dict[str, Any]:
     """Send a run folder or a baseline folder; the answer counts what was sent."""
     folder = Path(job["folder"])
     sender = _Sender(Path(job["home"]), job)
-    if job.get("baseline"):
+    if job.get("training"):
+        sender.send(training_run(folder, [*job["tags"], *where_tags()], job["hide"]))
+    elif job.get("baseline"):
         _push_baseline(sender, folder, job)
     else:
         _push_run(sender, folder, job)

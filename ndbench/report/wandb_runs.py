@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ndbench.compare.result import Comparison
-from ndbench.compare.statistics import MIN_REPEATS
+from ndbench.report.intervals import interval_of
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Session
 
@@ -152,9 +152,7 @@ def comparison_run(
             if not isinstance(old, int | float):
                 old = new / (1 + metric.change) if new is not None and metric.change not in (None, -1) else None
             layout = cell.current.layout if cell.current else None
-            # two repeats have an interval of thousands of percent: the records and verdict.json hold the numbers
-            few = cell.current is not None and cell.current.ok_repeats < MIN_REPEATS
-            bounds = [None, None] if few else [metric.low, metric.high]
+            bounds = interval_of(cell, metric) or (None, None)
             row = [cell.name, layout, metric.metric, old, new, metric.change, *bounds]
             rows.append([*row, metric.verdict, metric.reason])
     hardware = sorted({(record["cell"].get("hardware") or {}).get("name", "") for record in records})

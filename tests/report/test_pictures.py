@@ -99,6 +99,17 @@ def test_what_a_name_says_is_drawn_as_it_is_written() -> None:
     assert not any(label.get_parse_math() for label in axes.get_yticklabels())
 
 
+def test_stacked_bars_begin_where_the_last_one_ended() -> None:
+    table = [{"op": "x", "axis": axis, "count": 1, "bytes": n * MIB, "where": []} for axis, n in (("a", 3), ("b", 2))]
+    head = one_workload([a_record("one", collectives=table), a_record("two", collectives=table[1:])])
+    drawn = html.overview_figures(decide(head, None), head, None)
+    bars = next(value for key, value in drawn.items() if key.startswith("collectives"))
+    axes = pictures.picture(bars, "t", "c").axes[0]
+    placed = sorted((round(bar.get_y() + 0.4), bar.get_x(), bar.get_width()) for bar in axes.patches)
+    assert placed == [(0, 0, 3), (0, 3, 2), (1, 0, 0), (1, 0, 2)]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["one", "two"]
+
+
 def test_a_curve_that_waits_for_a_click_is_not_drawn() -> None:
     head = one_workload([record for n in range(14) for record in repeats(f"layout{n}", count=1)])
     drawn = html.overview_figures(decide(head, None), head, None)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ndbench.compare.result import Comparison
+from ndbench.compare.result import Comparison, MetricVerdict
 from ndbench.report import markdown, wandb_runs
 from ndbench.report.console import print_comparison
 from ndbench.report.plain import ascii_text
@@ -245,6 +245,22 @@ def test_two_repeats_have_no_interval_in_any_report() -> None:
             assert "n=2: 2 repeats: too few for an interval, 3 or more give one" in told, name
         if name in ("terminal", "markdown"):
             assert "2 repeats: too few to be sure" in told
+    assert all(row[6:8] == [None, None] for row in table[1])
+
+
+def test_pairs_have_their_interval_whatever_the_repeats() -> None:
+    """A regression that pairs have confirmed after a run of two repeats is shown as sure as it is."""
+    head, baseline = [a_record(repeat=n, seconds=0.3) for n in range(2)], baseline_of(*[repeats()] * 3)
+    said = MetricVerdict("tokens_per_second", "regressed", "pairs", -0.6, -0.61, -0.59)
+    said = dataclasses.replace(said, details={"confirmed": True, "log_effect": 0.9})
+    comparison = decide(head, baseline, confirmed={"fsdp8": [said]})
+    text = words(shown(head, baseline, comparison=comparison, width=120))
+    assert "how surely 95 % interval -61.0% to -59.0%" in text
+    assert "-60.0% [-61%, -59%]" in text
+    lone = dataclasses.replace(comparison.cells[0], metrics=[dataclasses.replace(said, details={})])
+    text = words(shown(head, baseline, comparison=dataclasses.replace(comparison, cells=[lone]), width=120))
+    assert "how surely 2 repeats: too few for an interval" in text
+    assert "-61" not in text
 
 
 def test_three_repeats_have_their_interval() -> None:

@@ -22,6 +22,7 @@ from ndbench.results.baseline import accept
 from ndbench.results.sessions import read_baseline
 from ndbench.results.store import RunFolder, write_json
 from tests.compare.helpers import baseline_of, decide
+from tests.micro.tracker_ab import leftovers
 from tests.records import a_cell, not_ok, plan_of, repeats
 from tests.report.wandb_files import OfflineRun, read_all
 
@@ -129,6 +130,7 @@ def test_the_comparison_run_has_the_table_the_counts_and_the_artifact(wandb: Any
 def test_sending_twice_makes_no_duplicates_and_what_is_new_is_sent(wandb: Any, run: Any) -> None:
     folder, comparison = run
     push_run(folder, comparison, offline())
+    assert not leftovers(folder.path), "a tracker that goes on working would disturb the next measurement"
     before = sorted(folder.path.glob("wandb/offline-run-*"))
     assert f"0 runs written, {len(before)} were there already" in push_run(folder, comparison, offline())
     assert sorted(folder.path.glob("wandb/offline-run-*")) == before
@@ -344,9 +346,14 @@ def test_a_key_that_a_rank_prints_is_not_in_the_record(monkeypatch: pytest.Monke
     from ndbench.run.record import build_record
 
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    said = LaunchResult("failed", "exit code 1", log_tail=f"logging in with {KEY}\n")
+    said = LaunchResult("failed", f"exit code 1: no login with {KEY}", log_tail=f"logging in with {KEY}\n")
+    cell = a_cell()
+    cell.config.engine.options = {"command": f"WANDB_API_KEY={KEY} python train.py"}
     parts: dict[str, Any] = {"hardware": {}, "software": {}, "informational": {}}
     facts = {"cell_version": "v1", "code": {"commit": None, "dirty": None}, "fingerprint": parts}
     moment = "2026-11-30T06:15:00+00:00"
-    record = build_record(cell=a_cell(), result=said, run=RUN, repeat=0, seed=0, start=moment, end=moment, **facts)
+    record = build_record(cell=cell, result=said, run=RUN, repeat=0, seed=0, start=moment, end=moment, **facts)
     assert record["log_tail"] == "logging in with [hidden]\n"
+    assert record["reason"] == "exit code 1: no login with [hidden]"
+    assert KEY not in json.dumps(record)
+    assert record["cell_id"] == cell.cell_id, "still the same cell"
