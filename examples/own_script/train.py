@@ -34,5 +34,8 @@ for step in range(STEPS):
     dist.all_reduce(mean, op=dist.ReduceOp.SUM)
     print(json.dumps({"step": step, "loss": mean.item() / dist.get_world_size(), "grad_norm": norm.item()}), flush=True)
 
-del model, loss  # what still holds the group would keep its threads running into the interpreter's end, where they abort
+del (
+    model,
+    loss,
+)  # what still holds the group would keep its threads running into the interpreter's end, where they abort
 dist.destroy_process_group()

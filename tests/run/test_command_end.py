@@ -46,6 +46,21 @@ def test_a_script_that_fails_after_its_last_step_is_not_well(tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(60)
+def test_the_steps_of_a_script_that_aborts_at_its_very_end_count_and_its_log_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As torch's gloo threads do to a sound DDP script now and then; a segmentation fault is another matter."""
+    engine = started(tmp_path, f"import os\n{LINE}\nos.abort()\n")
+    engine.step(BATCH)
+    engine.close()
+    assert "SIGABRT" in capfd.readouterr().err
+    engine = started(tmp_path, f"import os, signal\n{LINE}\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    engine.step(BATCH)
+    with pytest.raises(RuntimeError, match="exit code -11"):
+        engine.close()
+
+
+@pytest.mark.timeout(60)
 def test_a_script_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "CLOSING_SECONDS", 1.0)
     engine = started(tmp_path, f"import time\n{LINE}\ntime.sleep(60)\n")
