@@ -69,9 +69,14 @@ class Gradients:
             dist.all_reduce(packed, group=self.group)
         return packed[0].sqrt(), list(packed[1:])
 
+    @staticmethod
+    def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+        """What :meth:`clip` multiplies by: max_norm / norm, at most 1."""
+        return (max_norm / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
+
     def clip(self, norm: torch.Tensor, max_norm: float) -> None:
         """Scale all gradients by max_norm / norm when the norm is larger; no copy to the host."""
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
+        scale = self.clip_scale(norm, max_norm)
         grads = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
         torch._foreach_mul_(grads, scale.to(grads[0].device))
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from ndbench.config import TrainingConfig
 from ndbench.parallel._torch_private import local_tensor, same_storage
+from ndbench.training.adamw import CompiledAdamW
 from ndbench.training.schedule import schedule_factors
 
 ELEMENTWISE = frozenset(
@@ -32,12 +33,24 @@ class ShardOptimizer:
         if kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE:
             self._local = [nn.Parameter(local_tensor(p.data)) for p in self.parameters]
         self.optimizer: torch.optim.Optimizer = kind(self._local or self.parameters, **options)
+        self._compiled: CompiledAdamW | None = None
+        if training.compile and isinstance(self.optimizer, torch.optim.AdamW) and self._local is not None:
+            self._compiled = CompiledAdamW(self.optimizer)
         self.taken = 0
         self._factor = schedule_factors(training)
         self._rates = [group.get("lr") for group in self.optimizer.param_groups]
 
-    def step(self) -> None:
-        """Update the parameters from their gradients at the rate of this step, and forget the gradients."""
+    @property
+    def scales(self) -> bool:
+        """Does :meth:`step` scale the gradients on its way, so that clipping needs no pass of its own?"""
+        return self._compiled is not None
+
+    def step(self, scale: torch.Tensor | None = None) -> None:
+        """Update the parameters from their gradients at the rate of this step, and forget the gradients.
+
+        With ``scale``, a scalar, from the gradients times it; only when it :attr:`scales`.
+        """
+        assert scale is None or self.scales, "this optimizer does not scale"
         factor = self._factor(self.taken)
         self.taken += 1
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
@@ -50,7 +63,10 @@ class ShardOptimizer:
                 held = local_tensor(parameter.data)
                 assert same_storage(local, held), "a parameter moved after the optimizer was made"
                 local.grad = None if parameter.grad is None else local_tensor(parameter.grad)
-            self.optimizer.step()
+            if self._compiled is None:
+                self.optimizer.step()
+            else:
+                self._compiled.step(torch.ones((), device=self._local[0].device) if scale is None else scale)
             for local in self._local:
                 local.grad = None
         for parameter in self.parameters:

@@ -43,11 +43,15 @@ class Step:
 
     def __call__(self, batch: Batch) -> StepResult:
         loss, norm, tokens = self.backward(batch)
+        scale = None
         if self.max_grad_norm is not None:
-            self.gradients.clip(norm, self.max_grad_norm)
+            if self.optimizer.scales and self.max_grad_value is None:
+                scale = self.gradients.clip_scale(norm, self.max_grad_norm)
+            else:
+                self.gradients.clip(norm, self.max_grad_norm)
         if self.max_grad_value is not None:
             self.gradients.clip_by_value(self.max_grad_value)
-        self.optimizer.step()
+        self.optimizer.step(scale)
         return StepResult(loss=loss, grad_norm=norm, tokens=tokens)
 
     def backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
