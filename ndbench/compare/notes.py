@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from ndbench.compare.comparability import Reference, code_change, is_accelerator, shorten, software_changes
+from ndbench.compare.doubts import doubt
 from ndbench.compare.result import MetricVerdict
 from ndbench.compare.throughput import gate_rule, log_step_time
 from ndbench.results.schema import Record
@@ -29,6 +30,8 @@ def notes_on(
     notes: list[str] = []
     if planned is not None and 0 < len(records) < planned:
         notes.append(f"{len(records)} of {planned} planned repeats were measured")
+    if (doubtful := doubt(records)) is not None:
+        notes.append(doubtful)
     if found is None or not found.sessions or not records:
         return notes
     if found.name != name:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ndbench.compare import curves, memory, structure, throughput
 from ndbench.compare.comparability import Reference, find_cell, hardware_changes, is_accelerator, reference, shorten
+from ndbench.compare.doubts import held
 from ndbench.compare.exits import conclude
 from ndbench.compare.notes import notes_on
 from ndbench.compare.outcomes import cell_outcome, judge_outcome
@@ -154,7 +155,7 @@ def _finish(
     now: datetime | None,
     confirmed: Sequence[MetricVerdict] = (),
 ) -> CellVerdict:
-    metrics = [*([speed] if speed is not None else []), *draft.metrics]
+    metrics = [*([held(speed, draft.records)] if speed is not None else []), *draft.metrics]
     set_aside = ""
     if confirmed and [metric.verdict for metric in metrics] == ["incomparable"]:
         # measured next to each other, time can be compared though nothing else of the two cells can

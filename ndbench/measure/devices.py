@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 TOOL_TIMEOUT = 10.0
@@ -96,7 +97,7 @@ def _nvidia_devices() -> list[dict[str, Any]]:
         for row in rows
         if row["index"].isdigit()
     ]
-    return devices or _nvml_devices()
+    return devices or _nvml_devices() or _proc_devices()
 
 
 def _nvml_devices() -> list[dict[str, Any]]:
@@ -128,6 +129,43 @@ def _nvml_devices() -> list[dict[str, Any]]:
         return []
     finally:
         pynvml.nvmlShutdown()
+
+
+PROC, DEV = Path("/proc/driver/nvidia/gpus"), Path("/dev")
+
+
+def _proc_devices() -> list[dict[str, Any]]:
+    """The same from the kernel module, for images that have neither; it does not tell the memory."""
+    devices: list[dict[str, Any]] = []
+    for path in sorted(PROC.glob("*/information")):  # by bus location, the order of nvidia-smi
+        pairs = [line.split(":", 1) for line in _lines(path) if ":" in line]
+        facts = {key.strip(): value.strip() for key, value in pairs}
+        if "Model" in facts and "GPU UUID" in facts:
+            devices.append(
+                {
+                    "index": len(devices),
+                    "uuid": facts["GPU UUID"],
+                    "name": facts["Model"],
+                    "memory_bytes": None,
+                    "vendor": "nvidia",
+                }
+            )
+    return devices
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def nameless_devices(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Device files of NVIDIA GPUs that a process could use although nothing here tells what they are."""
+    environ = os.environ if environ is None else environ
+    if environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or visible_devices(environ):
+        return []
+    return [str(path) for path in sorted(DEV.glob("nvidia[0-9]*"))]
 
 
 def _amd_devices() -> list[dict[str, Any]]:
@@ -162,6 +200,11 @@ def detect(hardware_files: Mapping[str, Mapping[str, Any]], devices: list[dict[s
     devices = visible_devices() if devices is None else devices
     names = sorted({str(device["name"]) for device in devices})
     if not names:
+        if nameless := nameless_devices():
+            raise ValueError(
+                f"this machine has {len(nameless)} NVIDIA GPUs ({', '.join(nameless)}) but neither nvidia-smi nor NVML"
+                " to tell what they are: pip install nvidia-ml-py, or say hardware=cpu"
+            )
         return "cpu"
     if len(names) > 1:
         raise ValueError(

@@ -44,6 +44,11 @@ def fingerprint(subject: Cell | HardwareConfig, redact: Iterable[str] | None = N
     else:
         hardware, ranks = subject, subject.device_count or 0
     devices = visible_devices() if hardware.device != "cpu" else []
+    if hardware.device != "cpu" and not devices:
+        raise ValueError(
+            f"hardware={hardware.name} is measured on GPUs, and none is visible to nvidia-smi, NVML or rocm-smi here:"
+            " a record would carry the CPU's fingerprint"
+        )
     ranks = ranks or len(devices) or 1
     used = devices[:ranks]
     parts: dict[str, dict[str, Any]] = {

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -42,8 +43,7 @@ def measure_pace(device_type: str, ranks: int, timeout: float = START_SECONDS) -
     try:
         for process in processes:
             process.start()
-        for process in processes:
-            process.join(timeout)
+        join_all(processes, timeout)
         failed = [rank for rank, process in enumerate(processes) if process.exitcode != 0]
         if failed:
             raise RuntimeError(f"the yardstick failed on rank {failed[0]} of {ranks}, or took over {timeout:.0f} s")
@@ -54,6 +54,13 @@ def measure_pace(device_type: str, ranks: int, timeout: float = START_SECONDS) -
             if process.is_alive():
                 process.kill()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def join_all(processes: Iterable[Any], timeout: float) -> None:
+    """Wait for the end of all of them, for ``timeout`` seconds together."""
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _rank(device_type: str, rank: int, ranks: int, folder: str, results: Any) -> None:

@@ -12,6 +12,7 @@ MEASUREMENT_SOURCES = (
     "measure/flops.py",
     "measure/shape.py",
     "measure/attention_flops.py",
+    "measure/throttling.py",
     "measure/collectives.py",
     "measure/modules.py",
     "measure/yardstick.py",
@@ -31,6 +32,7 @@ NOT_DEFINING = {
     "measure/fingerprint.py": "compared by its own values",
     "measure/pace.py": "judges a machine, stores nothing",
     "measure/profile.py": "explains where a step's time went, decides nothing",
+    "measure/validity.py": "says which repeats count, not what they measured",
     "measure/version.py": "this list",
 }
 """Modules beside them that define no metric, and why."""

@@ -7,6 +7,8 @@ import fcntl
 import os
 import secrets
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,57 @@ from ndbench.results.schema import Record
 from ndbench.results.sessions import cell_file, parse_session
 from ndbench.results.store import check_name, read_json, sync_folder, write_json
 
+LOCK_SECONDS = 60.0
+"""How long a writer waits for another one; writing a session takes a second."""
+LOCK_FILE = ".lock"
+
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One writer of a baseline at a time; the folder itself is the lock, so that nothing is left behind."""
+    """One writer of a baseline at a time; the folder itself is the lock, so that nothing is left behind.
+
+    On a file system without such locks (Lustre as it is often mounted, some NFS) a file stands for it, which only a
+    killed writer leaves behind. Raises ``ValueError`` naming the holder when another writer does not end.
+    """
     handle = os.open(folder, os.O_RDONLY)
+    deadline = time.monotonic() + LOCK_SECONDS
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, handle)
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                _wait(deadline, f"{folder} is being written by another process")
+            except OSError:
+                stack.enter_context(_lock_file(folder / LOCK_FILE, deadline))
+                break
+        yield
+
+
+@contextlib.contextmanager
+def _lock_file(path: Path, deadline: float) -> Iterator[None]:
+    while True:
+        try:
+            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            break
+        except FileExistsError:
+            holder = ""
+            with contextlib.suppress(OSError):  # it may go in this moment
+                holder = path.read_text().strip()
+            _wait(deadline, f"{path} is held by {holder or 'another process'}; if that has ended, remove the file")
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        os.close(handle)
         yield
     finally:
-        os.close(handle)
+        path.unlink(missing_ok=True)
+
+
+def _wait(deadline: float, line: str) -> None:
+    if time.monotonic() > deadline:
+        raise ValueError(f"{line} (waited {LOCK_SECONDS:.0f} s)")
+    time.sleep(0.05)
 
 
 def add_cells(folder: Path, head: dict[str, Any], cells: dict[str, list[Record]]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from ndbench.config import Cell
 from ndbench.measure import flops as flop_counts
 from ndbench.measure.timing import slowest, steady_from, throughput
+from ndbench.measure.validity import why_invalid
 from ndbench.parallel.mesh import rank_grid
 from ndbench.report.tracker import known_secrets
 from ndbench.report.wandb_runs import without_secrets
@@ -28,15 +29,21 @@ def build_record(
     cell_version: str,
     code: dict[str, Any],
     fingerprint: dict[str, Any],
+    throttled: float | None = None,
+    alone: bool = True,
 ) -> Record:
-    """The record of one repeat. An ``ok`` launch whose numbers contradict each other becomes ``invalid``, with why."""
+    """The record of one repeat. An ``ok`` launch whose numbers cannot be trusted becomes ``invalid``, with why.
+
+    ``throttled`` is the share of the launch during which a device was slowed down. A launch that is not ``alone``
+    takes turns with another: whether its own steps are steady is then not asked.
+    """
     outcome, reason = result.outcome, result.reason
     measured: dict[str, Any] = {}
     whole = [report for report in result.reports if report.seconds and report.loss]
     if len(whole) == cell.world_size:
-        measured = _measured(cell, whole)
+        measured = _measured(cell, whole, throttled, alone)
         if outcome == "ok":
-            contradiction = _contradiction(whole, measured)
+            contradiction = _contradiction(whole, measured) or _unfit(cell, measured)
             if contradiction is not None:
                 outcome, reason = "invalid", contradiction
     config = cell.parallelism
@@ -88,7 +95,19 @@ def _contradiction(reports: list[RankReport], measured: dict[str, Any]) -> str |
     return None
 
 
-def _measured(cell: Cell, reports: list[RankReport]) -> dict[str, Any]:
+def _unfit(cell: Cell, measured: dict[str, Any]) -> str | None:
+    """Why numbers that agree with each other are still no measurement of the cell, or None."""
+    steps, metrics = measured["steps"], measured["metrics"]
+    return why_invalid(
+        cell.config.hardware.device,
+        steady=steps["steady"],
+        drift=metrics["step_drift"]["value"],
+        timed_steps=len(steps["seconds"]) - steps["first_timed"],
+        throttled=metrics["throttled_share"]["value"],
+    )
+
+
+def _measured(cell: Cell, reports: list[RankReport], throttled: float | None, alone: bool) -> dict[str, Any]:
     first = reports[0]
     seconds = slowest([report.seconds for report in reports])
     steady = steady_from(seconds, cell.config.measure.warmup)
@@ -112,7 +131,7 @@ def _measured(cell: Cell, reports: list[RankReport]) -> dict[str, Any]:
         "grad_norm": first.grad_norm,
         "nonfinite": nonfinite_steps(first.loss, first.grad_norm),
         "first_timed": steady.first,
-        "steady": steady.steady,
+        "steady": steady.steady if alone else None,
         "rank_medians": [statistics.median(report.seconds[steady.first :]) for report in reports],
     }
     yardstick = None
@@ -131,7 +150,13 @@ def _measured(cell: Cell, reports: list[RankReport]) -> dict[str, Any]:
         "yardstick": yardstick,
         "compile_cache": first.compile_cache,
         "engine": first.engine,
-        "metrics": _metrics(cell, reports, seconds[steady.first :], memory, structure),
+        "metrics": _metrics(cell, reports, seconds[steady.first :], memory, structure)
+        | {
+            "step_drift": metric(steady.drift, "1", "none"),
+            "throttled_share": metric(
+                throttled, "1", "lower", None if throttled is not None else "nothing here counts it"
+            ),
+        },
     }
 
 

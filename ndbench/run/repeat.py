@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
+import functools
 import os
 import shutil
 import tempfile
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ndbench.config import Cell
+from ndbench.measure.devices import visible_devices
 from ndbench.measure.fingerprint import code_version, fingerprint
+from ndbench.measure.throttling import ThrottleMeter
 from ndbench.measure.version import measurement_version
 from ndbench.results.schema import Record
 from ndbench.results.store import RunFolder, write_json
@@ -66,6 +69,7 @@ class Measurer:
             with ExitStack() as stack:
                 if turns is None:
                     stack.enter_context(device_locks(devices_of(cell), DEVICE_WAIT_SECONDS, note))
+                throttle = ThrottleMeter(cell.config.hardware.device, devices_of(cell))
                 task = Task(
                     cell=cell,
                     repeat=repeat,
@@ -84,7 +88,8 @@ class Measurer:
                     started(cell.name, repeat, cell.config.training.steps, counter.get)
                 start = _now()
                 result = launching.launch(task, cell.world_size, measure.timeout, cell.config.launcher.start_method)
-            record = self._record(cell, repeat, result, start)
+                throttled = throttle.share()
+            record = self._record(cell, repeat, result, start, throttled, alone=turns is None)
             keep_logs(task, cell.world_size, self.folder.log_dir(cell.name, repeat))
             _keep_profile(task, result, self.folder.profile_dir(cell.name, repeat))
             return record
@@ -96,7 +101,15 @@ class Measurer:
         reason = f"not launched: repeat {earlier['repeat']} ended as {earlier['outcome']}"
         return self._record(cell, repeat, launching.LaunchResult("skipped", reason), _now())
 
-    def _record(self, cell: Cell, repeat: int, result: launching.LaunchResult, start: str) -> Record:
+    def _record(
+        self,
+        cell: Cell,
+        repeat: int,
+        result: launching.LaunchResult,
+        start: str,
+        throttled: float | None = None,
+        alone: bool = True,
+    ) -> Record:
         return build_record(
             cell=cell,
             result=result,
@@ -108,6 +121,8 @@ class Measurer:
             cell_version=self.cell_version,
             code=self.code,
             fingerprint=self.fingerprint(cell),
+            throttled=throttled,
+            alone=alone,
         )
 
 
@@ -119,12 +134,22 @@ def handicap_of(cell: Cell) -> float:
 
 
 def devices_of(cell: Cell) -> list[str]:
-    """Names of the devices that a cell occupies, as the locks know them."""
+    """Names of the devices that a cell occupies, as the locks know them: GPUs by UUID."""
     if cell.config.hardware.device == "cpu":
         return ["cpu"]
+    uuids = _uuids()[: cell.world_size]
+    if len(uuids) == cell.world_size:
+        return list(uuids)
+    # the devices do not say who they are: what they are called here has to do
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(index) for index in range(cell.world_size)]
     return [f"{cell.config.hardware.device}-{name.strip()}" for name in names[: cell.world_size]]
+
+
+@functools.cache
+def _uuids() -> tuple[str, ...]:
+    """Of the visible GPUs in their order: the same in every container and whatever CUDA_VISIBLE_DEVICES numbers."""
+    return tuple(str(device["uuid"]) for device in visible_devices())
 
 
 def keep_logs(task: Task, world_size: int, folder: Path) -> None:

@@ -25,6 +25,7 @@ from ndbench.run import launch as launching
 from ndbench.run.finish import finish
 from ndbench.run.plan import Plan
 from ndbench.run.repeat import Measurer
+from ndbench.run.same_environment import refuse_other_environment
 
 
 def start_run(plan: Plan, results_dir: Path, *, max_failures: int | None, console: Console) -> int:
@@ -94,12 +95,15 @@ def _execute(
 def _measure(plan: Plan, folder: RunFolder, max_failures: int | None, console: Console) -> str | None:
     """Every repeat of the plan that has no record yet; why it was not gone through to its end, if so."""
     done = {(record["cell"]["name"], record["repeat"]): record for record in folder.records()}
+    measurer = Measurer(plan.run, folder)
+    refuse_other_environment(
+        plan.run, list(done.values()), measurer.code, measurer.cell_version, measurer.fingerprint, plan.cells
+    )
     first = next(iter(plan.cells.values()))
     launching.start_fork_server(
         {cell.config.model.model_type for cell in plan.cells.values() if cell.config.model.model_type},
         first.config.launcher.start_method,
     )
-    measurer = Measurer(plan.run, folder)
     began, failures = time.monotonic(), 0
     stopped: str | None = None
     broken = {name: record for (name, _), record in done.items() if _hopeless(record)}

@@ -100,7 +100,6 @@ class RankReport:
     compile_seconds: float | None = None
     compile_cache: str = "off"
     engine: dict[str, Any] = field(default_factory=dict)
-    throttled: str | None = None
 
     def save(self, path: Path) -> None:
         write_json(path, asdict(self))

@@ -68,6 +68,44 @@ def test_a_device_has_its_name_and_memory() -> None:
     assert first["memory_bytes"] == 143771 * 2**20
 
 
+INFORMATION = """Model: \t\t NVIDIA H200
+IRQ:   \t\t 41
+GPU UUID: \t GPU-8efab1ab-4982
+Bus Location: \t 0000:00:06.0
+"""
+
+
+def test_gpus_that_no_tool_names_are_read_from_the_kernel_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "run_tool", lambda *command, **_: None)
+    monkeypatch.setattr(devices, "_nvml_devices", list)
+    monkeypatch.setattr(devices, "PROC", tmp_path)
+    assert devices.visible_devices({}) == []
+    (tmp_path / "0000:00:06.0").mkdir()
+    (tmp_path / "0000:00:06.0" / "information").write_text(INFORMATION)
+    (found,) = devices.visible_devices({})
+    assert (found["name"], found["uuid"], found["memory_bytes"]) == ("NVIDIA H200", "GPU-8efab1ab-4982", None)
+    assert devices.detect(FILES, [found]) == "h200"
+
+
+def test_gpus_that_nothing_names_are_refused_and_not_taken_for_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "run_tool", lambda *command, **_: None)
+    monkeypatch.setattr(devices, "_nvml_devices", list)
+    monkeypatch.setattr(devices, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(devices, "DEV", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert devices.detect(FILES, []) == "cpu"
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(ValueError, match=r"has 2 NVIDIA GPUs .*/nvidia0, .*/nvidia1\) but neither nvidia-smi nor NVML"):
+        devices.detect(FILES, [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices.detect(FILES, []) == "cpu"
+
+
 def test_amd_devices_are_read_from_rocm_smi(monkeypatch: pytest.MonkeyPatch) -> None:
     output = (
         '{"card1": {"Card Series": "AMD Instinct MI300X", "VRAM Total Memory (B)": "206141652992", "Unique ID": "0xb"},'
@@ -159,6 +197,6 @@ def test_looking_for_devices_imports_no_torch() -> None:
     code = (
         "import sys, ndbench.measure.devices as d, ndbench.measure.fingerprint as f;"
         " from ndbench.config import HardwareConfig;"
-        " d.visible_devices(); f.fingerprint(HardwareConfig(device='cuda')); assert 'torch' not in sys.modules"
+        " d.visible_devices(); f.fingerprint(HardwareConfig(device='cpu')); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -13,7 +13,7 @@ from ndbench.config import HardwareConfig
 from ndbench.measure import doctor
 from ndbench.measure.doctor import Finding
 from ndbench.measure.fingerprint import fingerprint
-from ndbench.measure.pace import judge_pace, measure_pace, ranks_to_try, stored_yardsticks
+from ndbench.measure.pace import join_all, judge_pace, measure_pace, ranks_to_try, stored_yardsticks
 from ndbench.report.doctor import main, shipped_hardware
 
 GPU: dict[str, Any] = {
@@ -258,3 +258,17 @@ def test_slowdowns_are_read_from_an_older_driver_too(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(doctor, "nvidia_query", old)
     assert doctor.slowdowns() == [("0", "hw_slowdown")]
+
+
+def test_ranks_are_waited_for_so_long_together_not_each() -> None:
+    class Hanging:
+        asked: ClassVar[list[float]] = []
+
+        def join(self, timeout: float) -> None:
+            self.asked.append(timeout)
+            time.sleep(timeout)
+
+    began = time.monotonic()
+    join_all([Hanging() for _ in range(8)], 0.1)
+    assert time.monotonic() - began < 0.5
+    assert sum(Hanging.asked) < 0.11

@@ -132,6 +132,12 @@ def test_another_power_limit_is_other_hardware(monkeypatch: pytest.MonkeyPatch) 
     assert fingerprint(h200)["hardware"] != full
 
 
+def test_a_gpu_cell_without_a_visible_gpu_gets_no_cpu_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "visible_devices", list)
+    with pytest.raises(ValueError, match="hardware=h200 is measured on GPUs, and none is visible"):
+        fingerprint(HardwareConfig(name="h200", device="cuda", device_count=1))
+
+
 def test_a_co_tenant_is_counted_once_and_only_on_our_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     smi(monkeypatch)
     found = fingerprint(HardwareConfig(name="h200", device="cuda", device_count=1))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
 import subprocess
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -8,10 +10,12 @@ from pathlib import Path
 import pytest
 
 import ndbench.results
+from ndbench.results import writing
 from ndbench.results.baseline import accept, describe, list_baselines, prune, show
 from ndbench.results.checks import RecordError
 from ndbench.results.sessions import Baseline, baseline_of_run, read_baseline
 from ndbench.results.store import RunFolder, UnreadableFile, read_json, write_json
+from ndbench.results.writing import locked
 from tests.records import a_record, not_ok, repeats
 
 START = datetime(2026, 11, 1, 12, 0, tzinfo=UTC)
@@ -343,6 +347,32 @@ def test_two_acceptances_at_once_lose_nothing(tmp_path: Path) -> None:
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0] * 6
     assert sorted(the_baseline(tmp_path).sessions[0].cells) == sorted(cells)
+
+
+def test_without_locks_in_the_file_system_a_file_stands_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "no locks available")
+
+    monkeypatch.setattr(writing.fcntl, "flock", unsupported)
+    monkeypatch.setattr(writing, "LOCK_SECONDS", 0.2)
+    with locked(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+        with (
+            pytest.raises(ValueError, match=rf"\.lock is held by process {os.getpid()} on .*remove the file"),
+            locked(tmp_path),
+        ):
+            pass
+    assert list(tmp_path.iterdir()) == []
+    accepted(tmp_path)
+    assert len(the_baseline(tmp_path).sessions) == 1
+
+
+def test_a_writer_that_does_not_end_is_named_after_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "LOCK_SECONDS", 0.1)
+    with locked(tmp_path), pytest.raises(ValueError, match="is being written by another process"), locked(tmp_path):
+        pass
 
 
 def test_a_session_that_lost_its_manifest_is_an_error_and_never_no_baseline(tmp_path: Path) -> None:

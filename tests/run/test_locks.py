@@ -5,17 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from ndbench.run import locks
+from ndbench.run import locks, repeat
+from tests.records import a_cell
 
 
 def _hold(folder: str, pipe: Connection) -> None:
-    locks.lock_folder = lambda: Path(folder)  # type: ignore[assignment]
+    locks.lock_folder = lambda device: Path(folder)  # type: ignore[assignment]
     with locks.device_locks(["cuda-0", "cuda-1"], 1.0, lambda line: None):
         pipe.send("held")
         time.sleep(60)
@@ -25,7 +27,7 @@ def _hold(folder: str, pipe: Connection) -> None:
 def test_a_second_run_waits_names_the_holder_and_goes_on_when_the_holder_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "lock_folder", lambda: tmp_path)
+    monkeypatch.setattr(locks, "lock_folder", lambda device: tmp_path)
     mine, theirs = multiprocessing.Pipe()
     holder = multiprocessing.get_context("spawn").Process(target=_hold, args=(str(tmp_path), theirs))
     holder.start()
@@ -44,3 +46,61 @@ def test_a_second_run_waits_names_the_holder_and_goes_on_when_the_holder_is_kill
     holder.join(10)
     with locks.device_locks(["cuda-0", "cuda-1"], 5.0, lines.append):
         pass
+
+
+def test_a_gpus_lock_is_one_for_the_machine_and_its_file_open_to_every_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, mine = tmp_path / "shared", tmp_path / "mine"
+    for folder in (shared, mine):
+        folder.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setattr(locks, "SHARED_FOLDERS", (tmp_path / "absent", mine, shared))
+    monkeypatch.setattr(tempfile, "tempdir", str(mine))
+    assert locks.lock_folder("GPU-8efab1ab") == shared, "mine is not for all, and TMPDIR differs from job to job"
+    assert locks.lock_folder("cpu") == mine
+    mask = os.umask(0o077)
+    try:
+        with locks.device_locks(["GPU-8efab1ab", "cpu"], 1.0, print):
+            (file,) = shared.iterdir()
+            assert file.stat().st_mode & 0o777 == 0o666
+            assert file.read_text() == str(os.getpid())
+        with locks.device_locks(["GPU-8efab1ab"], 1.0, print):
+            pass
+    finally:
+        os.umask(mask)
+
+
+def test_a_lock_that_another_user_made_unwritable_still_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "lock_folder", lambda device: tmp_path)
+    file = tmp_path / "ndbench-GPU-1.lock"
+    file.write_text("41")
+    opened = os.open
+
+    def theirs(path: str, flags: int, *rest: object, **named: object) -> int:
+        if str(path) == str(file) and flags & os.O_RDWR:
+            raise PermissionError(path)
+        return opened(path, flags, *rest, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", theirs)
+    with (
+        locks.device_locks(["GPU-1"], 1.0, print),
+        pytest.raises(TimeoutError, match="GPU-1 is in use by process 41"),
+        locks.device_locks(["GPU-1"], 0.0, lambda line: None),
+    ):
+        pass
+
+
+def test_gpus_are_locked_by_uuid_whatever_their_number_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = a_cell(device="cuda")
+    cell.config.world_size = 2
+    known = [{"uuid": f"GPU-{n}"} for n in range(2)]
+    monkeypatch.setattr(repeat, "visible_devices", lambda: known)
+    repeat._uuids.cache_clear()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert repeat.devices_of(cell) == ["GPU-0", "GPU-1"]
+    known.pop()
+    repeat._uuids.cache_clear()
+    assert repeat.devices_of(cell) == ["cuda-4", "cuda-5"], "a device that does not say who it is"
+    repeat._uuids.cache_clear()
+    assert repeat.devices_of(a_cell()) == ["cpu"]

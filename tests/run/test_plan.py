@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import json
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from ndbench.config import Cell, Config, GateConfig
 from ndbench.results.store import RunFolder, UnreadableFile
+from ndbench.run import launch as launching
 from ndbench.run.plan import Plan, interleave, new_run_name
+from ndbench.run.repeat import Measurer
 from ndbench.run.runner import resume_run
+from tests.records import a_record
 
 
 def make_plan() -> Plan:
@@ -101,3 +106,51 @@ def test_a_run_that_came_without_its_empty_records_folder_can_be_resumed(
     monkeypatch.setattr("ndbench.run.runner._execute", lambda *_: 0)
     assert resume_run(plan.run, tmp_path, max_failures=None, console=Console(quiet=True)) == 0
     assert folder.records_dir.is_dir()
+
+
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> RunFolder:
+    """A run of which one repeat was measured in another environment, and which must not start a process."""
+    plan = make_plan()
+    folder = RunFolder.create(tmp_path, plan.run)
+    plan.save(folder.plan_path)
+    here = Measurer(plan.run, folder)
+    cell = plan.cells["a"]
+    kept = {"code": here.code, "cell_version": here.cell_version, "fingerprint": here.fingerprint(cell)} | changed
+    folder.write_record(a_record(cell=cell, **kept))
+    monkeypatch.setattr(launching, "start_fork_server", lambda *_: pytest.fail("nothing may be started"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "said"),
+    [
+        ("software", "torch", "1.0.0", "torch 1.0.0 → "),
+        ("hardware", "name", "another CPU", "name another CPU → "),
+        ("code", "commit", "b" * 40, "commit bbbbbbbbbb → "),
+        ("cell_version", "", "old", "ndbench's own definition of the measurement"),
+    ],
+)
+def test_a_run_is_not_gone_on_with_in_another_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, key: str, value: str, said: str
+) -> None:
+    folder = measured(tmp_path, monkeypatch)
+    (record,) = folder.records()
+    record = copy.deepcopy(record)
+    if part in ("software", "hardware"):
+        record["fingerprint"][part][key] = value
+    elif part == "code":
+        record["code"][key] = value
+    else:
+        record[part] = value
+    folder.write_record(record)
+    with pytest.raises(ValueError, match="run r has 1 repeats measured on something else") as error:
+        resume_run("r", tmp_path, max_failures=None, console=Console(quiet=True))
+    assert said in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_in_the_same_environment_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(tmp_path, monkeypatch)
+    monkeypatch.setattr(launching, "start_fork_server", lambda *_: exec("raise KeyboardInterrupt"))
+    with pytest.raises(KeyboardInterrupt):
+        resume_run("r", tmp_path, max_failures=None, console=Console(quiet=True))
