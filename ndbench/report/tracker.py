@@ -21,12 +21,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+import psutil
+
 from ndbench.compare.result import Comparison
 from ndbench.config import TrackerConfig
 from ndbench.report.wandb_runs import without_secrets
 from ndbench.results.store import RunFolder
 
 PUBLIC_SERVER = "https://api.wandb.ai"
+GRACE_SECONDS = 10.0
+"""For wandb to end its service after it has answered; then it is ended."""
 
 
 class TrackerError(ValueError):
@@ -132,10 +136,11 @@ def _call(job: dict[str, Any], timeout: float, *, online: bool, scratch: Path) -
             os.close(write)
         try:
             text = _converse(process, json.dumps(job).encode(), answers, timeout)
+            if text:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE_SECONDS)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _end(process)
         said.seek(0)
         last = " ".join(said.read()[-300:].decode(errors="replace").split())
     if text is None:
@@ -144,6 +149,20 @@ def _call(job: dict[str, Any], timeout: float, *, online: bool, scratch: Path) -
     if "error" in answer:
         raise TrackerError(without_secrets(f"wandb: {answer['error']}", known_secrets()))
     return answer
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process and all it started: what goes on working (wandb's service has a session of its own) would disturb
+    the next measurement."""
+    started: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        started = psutil.Process(process.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for one in started:
+        with contextlib.suppress(psutil.Error):
+            one.kill()
+    process.wait()
 
 
 _CHILD = "import sys; from ndbench.report import wandb_push as p; p.PROTOCOL_OUT = int(sys.argv[1]); sys.exit(p.main())"

@@ -25,6 +25,7 @@ from rich.console import Console
 from ndbench.config import Cell
 from ndbench.matrix.expand import expand
 from ndbench.report.tracker import check as check_tracker
+from ndbench.report.tracker import track_training
 from ndbench.report.training import TrainingView
 from ndbench.results.store import write_json
 from ndbench.run.plan import new_run_name
@@ -44,6 +45,7 @@ def train(words: Sequence[str], config_dir: Path | None, console: Console) -> in
     cell = the_cell(words, config_dir)
     folder = output_folder(cell)
     # Import torch: after everything that can be refused without it.
+    from ndbench.run.train_resume import start_of
     from ndbench.training.data import prepare
 
     with ExitStack() as stack:
@@ -51,10 +53,15 @@ def train(words: Sequence[str], config_dir: Path | None, console: Console) -> in
         scratch = Path(tempfile.mkdtemp(prefix="ndbench-train-"))
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         corpus = prepare(cell.config, scratch / "data")
-        write_json(folder / "config.json", cell.to_dict())
+        start = start_of(cell.config, folder, scratch / "data")
         view = stack.enter_context(TrainingView(console, cell, folder))
-        view.began(None if corpus is None else (len(corpus.tokens), len(corpus.starts), corpus.cut))
-        return _launch(cell, folder, scratch, view, stack)
+        view.began(None if corpus is None else (len(corpus.tokens), len(corpus.starts), corpus.cut), start)
+        if start is not None and start[1] >= cell.config.training.steps:
+            return 0
+        write_json(folder / "config.json", cell.to_dict())
+        code = _launch(cell, folder, scratch, view, stack)
+        view.tracked(*track_training(folder, cell.config.tracker))
+        return code
 
 
 def the_cell(words: Sequence[str], config_dir: Path | None) -> Cell:
@@ -94,7 +101,7 @@ def output_folder(cell: Cell) -> Path:
     except OSError as error:
         raise ValueError(f"folder {folder.absolute()} cannot be written: {error.strerror}") from error
     log = folder / "log.jsonl"
-    if config.resume is None and log.is_file() and log.stat().st_size:
+    if config.resume is None and ((log.is_file() and log.stat().st_size) or any(folder.glob("step-*"))):
         raise ValueError(f"{folder} holds a training run: resume=auto goes on with it, or name another checkpoint.dir")
     return folder
 

@@ -1,0 +1,182 @@
+"""``ndbench train`` from outside: whatever ends it, it goes on; a rank that dies ends the whole run with its reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ndbench.cli import main
+from ndbench.run import launch as launching
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    "model=llama_tiny",
+    "model.num_hidden_layers=1",
+    "parallelism=fsdp",
+    "world_size=2",
+    "data=source",
+    "data.max_bytes=60000",
+    "training.sequence_length=32",
+    "training.global_batch_size=4",
+    "training.micro_batch_size=1",
+    "training.learning_rate=0.01",
+    "training.schedule=cosine",
+    "training.warmup_steps=5",
+    "hardware=cpu",
+]
+STEPS, EVERY = 80, 5
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    return ["train", *TINY, f"training.steps={STEPS}", f"checkpoint.dir={folder}", f"checkpoint.every={EVERY}", *more]
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "log.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")]
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "ndbench", *words(folder, *more)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition: Callable[[], bool], limit: float = 90.0) -> None:
+    end = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.02)
+
+
+def reached(folder: Path, step: int) -> Callable[[], bool]:
+    return lambda: (folder / "log.jsonl").is_file() and any(line["step"] >= step for line in lines(folder))
+
+
+@pytest.mark.timeout(280)
+def test_kill_9_then_a_schedulers_sigterm_and_the_log_is_that_of_one_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert main(words(whole)) == 0
+    said = capsys.readouterr().out
+    assert f"done after step {STEPS} of {STEPS}, validation loss" in said
+    assert f"checkpoint {whole / f'step-{STEPS:08d}'}" in said
+
+    killed = start(cut)
+    wait_for(reached(cut, 2 * EVERY + 2))
+    ranks = psutil.Process(killed.pid).children(recursive=True)
+    killed.kill()
+    killed.communicate()
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive, "no rank outlives its run"
+
+    stopped = start(cut, "resume=auto")
+    at = lines(cut)[-1]["step"]
+    wait_for(reached(cut, at + 4))
+    os.killpg(stopped.pid, signal.SIGTERM)  # the ranks and their server get it too
+    out, _ = stopped.communicate(timeout=60)
+    assert stopped.returncode == 143, out
+    step = lines(cut)[-1]["step"]
+    assert f"going on from {cut / 'step-'}" in out
+    assert f"stopped by SIGTERM after step {step} of {STEPS}" in out
+    assert (cut / f"step-{step:08d}" / "complete.json").is_file()
+
+    assert main(words(cut, "resume=auto")) == 0
+    one, other = lines(whole), lines(cut)
+    assert [line["step"] for line in other] == list(range(1, STEPS + 1))
+    for key in ("loss", "grad_norm", "learning_rate", "tokens", "epoch", "validation_loss"):
+        assert [line.get(key) for line in one] == [line.get(key) for line in other], key
+    assert sorted(path.name for path in cut.glob("step-*")) == [f"step-{s:08d}" for s in (STEPS - EVERY, STEPS)]
+
+    capsys.readouterr()
+    assert main(words(cut, "resume=auto")) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert main(["generate", str(cut), "prompt=def ", "max_tokens=20", "temperature=0"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("def ")
+    assert len(text) > len("def \n") + 5
+    assert main(["generate", str(whole), "prompt=def ", "max_tokens=20", "temperature=0"]) == 0
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("fault", "wanted"),
+    [
+        ("raise", ["raise RuntimeError", "failed: rank 1: RuntimeError: the reader's shard 7 is gone"]),
+        ("hang", ["timeout: no progress for 4 s; the stack of every rank is in its log"]),
+    ],
+)
+def test_a_rank_that_goes_wrong_ends_the_run_with_its_reason(
+    fault: str, wanted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = frozenset(process.pid for process in launching.ranks_of_this_process())
+    model = ["model=tests.run.broken_models:Broken", "model.vocab_size=256", f"+model.kwargs.fault={fault}"]
+    shape = [*model, "+model.kwargs.vocab_size=256", *(word for word in TINY if not word.startswith("model"))]
+    folder = tmp_path / "run"
+    limit = "launcher.stall_timeout=4" if fault == "hang" else "launcher.stall_timeout=60"
+    began = time.monotonic()
+    assert main(["train", *shape, "training.micro_batch_size=2", f"checkpoint.dir={folder}", limit]) == 3
+    assert time.monotonic() - began < 60
+    said = capsys.readouterr().out
+    for line in wanted:
+        assert line in said
+    assert not launching.ranks_of_this_process(before)
+    if fault == "hang":
+        assert "broken_models.py" in (folder / "logs" / "rank1.log").read_text(), "where it sleeps"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["suite=smoke"], "train takes one configuration"),
+        (["engine=command", "engine.command=true"], "engine=command has a loop of its own"),
+        (["checkpoint.every=3"], "checkpoint.every=3 needs checkpoint.dir=FOLDER"),
+        (["resume=auto"], "resume=auto needs checkpoint.dir=FOLDER"),
+        (["checkpoint.dir=a", "resume=b/step-00000007"], "b/step-00000007 is not a folder"),
+        (["checkpoint.dir=/proc/x"], "folder /proc/x cannot be written"),
+        (["checkpoint.mode=pickle"], "sharded, async, full, hf"),
+        (["evaluation.fraction=0.7"], "evaluation.fraction=0.7 must be at most 0.5"),
+        (["data.max_bytes=600"], r"validation part"),
+        (["training.precision=fp8", "hardware=cpu"], "fp8"),
+        (["training.global_batch_size=3"], "global_batch_size 3 is not a multiple"),
+        (["checkpoint.dir=used"], "used holds a training run: resume=auto goes on with it"),
+        (["checkpoint.dir=used", "resume=used/step-00000001"], "step-00000001 is no whole checkpoint"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_any_process(
+    more: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launching, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    (tmp_path / "used" / "step-00000001").mkdir(parents=True)
+    given = {word.partition("=")[0] for word in more}
+    assert main(["train", *(word for word in TINY if word.partition("=")[0] not in given), *more]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.splitlines()) == 1
