@@ -150,6 +150,9 @@ class MeasureConfig:
     structure: bool = True
     """Record collectives and FLOPs from one extra step in the first repeat of a cell."""
     yardstick: bool = True
+    checkpoint: bool = False
+    """Save and load the training state after everything else, for the metrics ``checkpoint_*``; below
+    ``checkpoint.dir``, or the repeat's own folder."""
     profile: bool = False
     handicap: float = 0.0
     """Planted slowdown: each step burns this many times its own time again. For testing the gate."""
@@ -294,6 +297,12 @@ class Cell:
     def world_size(self) -> int:
         assert self.config.world_size is not None, "cells are resolved"
         return self.config.world_size
+
+    @property
+    def layout(self) -> str:
+        """The layout's name; of a script of the user's (``engine=command``), which lays out its ranks itself, the
+        part of the cell's name that says so."""
+        return self.parallelism.layout if self.config.engine.command is None else self.name.split("-")[0]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, as it stands in a record: ``cell.engine`` is the engine's name."""

@@ -7,9 +7,10 @@ three baseline sessions excludes it after Holm's correction over the gated cells
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import TypeVar
 
 from ndbench.compare.result import MetricVerdict
 from ndbench.compare.statistics import (
@@ -26,6 +27,8 @@ from ndbench.compare.statistics import (
 from ndbench.results.schema import Record
 
 PASS_CONFIDENCE = 0.95
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,9 @@ class Timing:
     head: list[float]
     sessions: list[list[float]]
     rule: GateRule
+    metric: str = "tokens_per_second"
+    quantity: str = "step time"
+    """What the times are times of, in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +88,8 @@ def timing_of(head: Sequence[Record], sessions: Sequence[Sequence[Record]], rule
     )
 
 
-def judge(timings: Mapping[str, Timing]) -> dict[str, MetricVerdict]:
-    """The verdict on ``tokens_per_second`` of every cell. All cells must be given at once: Holm counts them."""
+def judge(timings: Mapping[Key, Timing]) -> dict[Key, MetricVerdict]:
+    """The verdict on every timing. All of a run must be given at once: Holm counts them."""
     judged = {name: _estimate(timing) for name, timing in timings.items()}
     gated = [name for name in judged if judged[name].cautious is not None]
     estimates = [estimate for name in gated if (estimate := judged[name].cautious) is not None]
@@ -111,7 +117,7 @@ def _verdict(judged: _Judged, slower: bool, faster: bool, alpha: float) -> Metri
     effect = fmean(timing.head) - fmean([fmean(s) for s in timing.sessions]) if estimate is None else estimate.effect
     slowdown = math.expm1(effect)
     low, high = (None, None) if estimate is None else estimate.interval()
-    size = _sentence(slowdown, low, high, len(timing.head), timing.sessions)
+    size = f"{timing.quantity} {_sentence(slowdown, low, high, len(timing.head), timing.sessions)}"
     least = None if judged.cautious is None else math.expm1(minimal_effect(judged.cautious, alpha))
     bound = None if estimate is None else math.expm1(estimate.bound(PASS_CONFIDENCE))
 
@@ -128,15 +134,18 @@ def _verdict(judged: _Judged, slower: bool, faster: bool, alpha: float) -> Metri
         verdict, reason = "pass", f"{size}; slower by at most {bound:.1%} (95 %), under {rule.resolve:.0%}"
     else:
         verdict, reason = "inconclusive", f"{size}; {_how_to_pass(judged, bound)}"
+    log_effect = effect
+    if timing.metric == "tokens_per_second":  # of the rate, not of the time
+        effect, low, high = -effect, None if high is None else -high, None if low is None else -low
     return MetricVerdict(
-        "tokens_per_second",
+        timing.metric,
         verdict,
         reason,
-        change=math.expm1(-effect),
-        low=None if high is None else math.expm1(-high),
-        high=None if low is None else math.expm1(-low),
+        change=math.expm1(effect),
+        low=None if low is None else math.expm1(low),
+        high=None if high is None else math.expm1(high),
         details={
-            "log_effect": effect,
+            "log_effect": log_effect,
             "sessions": len(timing.sessions),
             "upper_bound": bound,
             "minimal_effect": least,
@@ -151,7 +160,7 @@ def _sentence(slowdown: float, low: float | None, high: float | None, repeats: i
     interval = f" [{math.expm1(low or 0.0):+.1%}, {math.expm1(high or 0.0):+.1%}]" if known else ""
     total = sum(len(session) for session in sessions)
     plural = "s" if len(sessions) != 1 else ""
-    return f"step time {slowdown:+.1%}{interval}, {repeats} against {total} repeats of {len(sessions)} session{plural}"
+    return f"{slowdown:+.1%}{interval}, {repeats} against {total} repeats of {len(sessions)} session{plural}"
 
 
 def _what_it_takes(judged: _Judged, least: float | None) -> str:

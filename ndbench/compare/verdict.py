@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from ndbench.compare import curves, memory, structure, throughput
+from ndbench.compare import checkpoints, curves, memory, structure, throughput
 from ndbench.compare.comparability import Reference, find_cell, hardware_changes, is_accelerator, reference, shorten
 from ndbench.compare.doubts import held
 from ndbench.compare.exits import conclude
@@ -57,10 +57,18 @@ def compare(
     stored = baseline if baseline is not None and baseline.sessions and gate.mode != "off" else None
 
     drafts = [_draft(name, ids[name], group, stored, ids, gate) for name, group in by_cell.items()]
-    speed = throughput.judge({draft.name: draft.timing for draft in drafts if draft.timing is not None})
+    timed = {(draft.name, timing.metric): timing for draft in drafts for timing in draft.timings}
+    speed = throughput.judge(timed)
     fresh = confirmed or {}
     cells = [
-        _finish(draft, speed.get(draft.name), planned_repeats or {}, now, fresh.get(draft.name, ())) for draft in drafts
+        _finish(
+            draft,
+            [speed[draft.name, timing.metric] for timing in draft.timings],
+            planned_repeats or {},
+            now,
+            fresh.get(draft.name, ()),
+        )
+        for draft in drafts
     ]
     away = {str(cell["name"]) for cell in (*unselected, *skipped)}
     if stored is not None:
@@ -87,7 +95,7 @@ class _Draft:
     records: list[Record]
     reference: Reference | None
     metrics: list[MetricVerdict]
-    timing: throughput.Timing | None = None
+    timings: tuple[throughput.Timing, ...] = ()
 
 
 def _draft(
@@ -137,25 +145,31 @@ def _with_metrics(name: str, cell_id: str, records: list[Record], found: Referen
     else:
         sessions = found.timed if accelerator else found.sessions
         metrics.append(memory.judge(records, [group for _, group in sessions if group[0]["outcome"] == "ok"]))
-    timing = None
+    metrics.append(checkpoints.judge_bytes(records, found.latest))
+    timings: tuple[throughput.Timing, ...] = ()
     if found.timed:
+        timed = [group for _, group in found.timed]
         rule = throughput.gate_rule(accelerator, gate.min_effect, gate.resolve, gate.alpha)
-        timing = throughput.timing_of(records, [group for _, group in found.timed], rule)
+        timings = (
+            throughput.timing_of(records, timed, rule),
+            *checkpoints.timings(records, timed, gate).values(),
+        )
+        metrics += checkpoints.one_sided(records, timed)
     else:
         metrics.append(
             MetricVerdict("tokens_per_second", "incomparable", f"time needs equal hardware, which changed: {changed}")
         )
-    return _Draft(name, cell_id, records, found, [metric for metric in metrics if metric is not None], timing)
+    return _Draft(name, cell_id, records, found, [metric for metric in metrics if metric is not None], timings)
 
 
 def _finish(
     draft: _Draft,
-    speed: MetricVerdict | None,
+    speed: Sequence[MetricVerdict],
     planned: Mapping[str, int],
     now: datetime | None,
     confirmed: Sequence[MetricVerdict] = (),
 ) -> CellVerdict:
-    metrics = [*([held(speed, draft.records)] if speed is not None else []), *draft.metrics]
+    metrics = [*(held(metric, draft.records) for metric in speed), *draft.metrics]
     set_aside = ""
     if confirmed and [metric.verdict for metric in metrics] == ["incomparable"]:
         # measured next to each other, time can be compared though nothing else of the two cells can
@@ -178,6 +192,7 @@ def _finish(
         reasons=[metric.reason for metric in metrics if metric.verdict == verdict and verdict != "pass"],
         notes=[
             *([set_aside] if set_aside else []),
+            *checkpoints.notes(draft.records),
             *notes_on(draft.name, draft.records, found, metrics, verdict, planned.get(draft.name)),
         ],
         metrics=metrics,

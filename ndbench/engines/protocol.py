@@ -63,6 +63,8 @@ class Engine(Protocol):
     # Optional: ``refuse_plan(cell) -> str | None``: refusals that need the model's code; asked when a run is about to
     # start, not by ``show``.
     # Optional: ``model`` (an nn.Module) lets the harness name the module a collective is issued from.
+    # Optional: ``training_state() -> (model, optimizer, parameters)`` lets ``measure.checkpoint`` save and load it; the
+    # parameters are the model's, in the order of the optimizer's.
     # Optional: ``info() -> dict[str, Any]`` adds facts to the record (attention kernel, graph breaks).
 
 

@@ -16,6 +16,7 @@ MEASUREMENT_SOURCES = (
     "measure/collectives.py",
     "measure/modules.py",
     "measure/yardstick.py",
+    "run/checkpointing.py",
     "run/compiling.py",
     "run/record.py",
     "training/corpus.py",

@@ -67,7 +67,7 @@ def build_record(
         world={
             "size": cell.world_size,
             "degrees": config.sizes,
-            "layout": config.layout,
+            "layout": cell.layout,
             "rank_grid": rank_grid(config),
         },
         **measured | {"engine": without_secrets(measured.get("engine"), hide)},
@@ -208,6 +208,8 @@ def _metrics(
         "time_to_first_step_seconds": metric(first.time_to_first_step, "s", "lower"),
     }
     metrics.update(_profile_metrics(reports))
+    if config.measure.checkpoint:
+        metrics |= _checkpoint_metrics(first.checkpoint or {})
     for convention in ("causal", "palm"):
         metrics[f"mfu_{convention}"] = _mfu(cell, convention, step_seconds, config.training.precision)
     return metrics
@@ -222,6 +224,16 @@ def _profile_metrics(reports: list[RankReport]) -> dict[str, dict[str, Any]]:
         f"profile_{name}_seconds": metric(statistics.fmean(part[name] for part in parts), "s", "none")
         for name in parts[0]
     }
+
+
+def _checkpoint_metrics(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    units = {"save_seconds": "s", "stall_seconds": "s", "load_seconds": "s", "reshard_seconds": "s", "bytes": "B"}
+    metrics = {}
+    for name, unit in units.items():
+        value = figures.get(name)
+        why = figures.get("reason", "there is no other layout of this many ranks") if value is None else None
+        metrics[f"checkpoint_{name}"] = metric(value, unit, "lower", why)
+    return metrics
 
 
 def _mfu(cell: Cell, convention: str, step_seconds: float, precision: str) -> dict[str, Any]:

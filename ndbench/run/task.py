@@ -95,6 +95,7 @@ class RankReport:
     memory: dict[str, int | None] | None = None
     structure: dict[str, Any] | None = None
     profile: dict[str, Any] | None = None
+    checkpoint: dict[str, Any] | None = None
     yardstick_before: dict[str, float | None] | None = None
     yardstick_after: dict[str, float | None] | None = None
     compile_seconds: float | None = None

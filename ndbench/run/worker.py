@@ -34,6 +34,7 @@ from ndbench.parallel.mesh import Mesh, build_mesh
 from ndbench.results.schema import finite_or_null
 from ndbench.results.store import dumps
 from ndbench.run import compiling
+from ndbench.run.checkpointing import CheckpointMeter
 from ndbench.run.process import die_with, log_to
 from ndbench.run.progress import StepCounter
 from ndbench.run.task import RankReport, Task
@@ -108,6 +109,9 @@ def measure(task: Task, rank: int, report: RankReport) -> None:
             report.structure = _structure_step(task, engine, dataset, mesh, device)
         if cell.config.measure.yardstick:
             report.yardstick_after = _yardstick(device)
+        meter = CheckpointMeter(cell, device, task.folder) if cell.config.measure.checkpoint else None
+        if meter is not None:
+            meter.save_and_load(engine, mesh)
         if task.profile and ours:
             report.profile = _profile_step(task, engine, dataset, mesh, device, rank)
         if hasattr(engine, "info"):
@@ -116,6 +120,10 @@ def measure(task: Task, rank: int, report: RankReport) -> None:
             report.engine = facts
     finally:
         engine.close()
+    if meter is not None:
+        meter.reshard()
+        meter.clean_up()
+        report.checkpoint = meter.figures
     dist.destroy_process_group()
 
 
