@@ -26,6 +26,9 @@ VERDICTS = (
 
 VERDICT_SCHEMA = 1
 
+UNFINISHED = "unfinished"
+"""``Comparison.mode`` of a run that has no verdict: it was ended in the middle, or is still being measured."""
+
 
 def worst(verdicts: Iterable[str]) -> str | None:
     """The most severe of these verdicts, null for none of them."""
@@ -108,7 +111,8 @@ class Comparison:
     suite: str
     run: str
     mode: str
-    """``gate.mode``, or ``ab`` for two sides measured next to each other, of which neither is a run to accept."""
+    """``gate.mode``; ``ab`` for two sides measured next to each other, of which neither is a run to accept; or
+    ``unfinished``."""
     baseline: str | None
     """Where the baseline came from; null when there was none or it was not asked for."""
     sessions: int
@@ -134,10 +138,19 @@ class Comparison:
         return {"schema_version": VERDICT_SCHEMA, "counts": self.counts, **dataclasses.asdict(self)}
 
 
-def from_json(value: dict[str, Any]) -> Comparison:
-    """Inverse of :meth:`Comparison.to_json`; raises ``ValueError`` for a verdict of a newer ndbench."""
+def from_json(value: Any) -> Comparison:
+    """Inverse of :meth:`Comparison.to_json`; raises ``ValueError`` for no verdict, or one of a newer ndbench."""
+    if not isinstance(value, dict):
+        raise ValueError("it is not a verdict")
     if value.get("schema_version") != VERDICT_SCHEMA:
         raise ValueError(f"verdict has schema {value.get('schema_version')}, this ndbench reads {VERDICT_SCHEMA}")
+    try:
+        return _from_json(value)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is not a whole verdict: {type(error).__name__} {error}") from error
+
+
+def _from_json(value: dict[str, Any]) -> Comparison:
     rest = {key: item for key, item in value.items() if key not in ("schema_version", "counts", "cells")}
     cells = [
         CellVerdict(

@@ -5,18 +5,19 @@ What the verbs ``compare`` and ``baseline accept`` do, and what a run does at it
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Unpack
 
-from ndbench.compare.result import Comparison, MetricVerdict
+from ndbench.compare.result import UNFINISHED, Comparison, MetricVerdict, from_json
 from ndbench.compare.verdict import compare
 from ndbench.config import GateConfig
 from ndbench.config import cell_id as identity
 from ndbench.results.baseline import Acceptance, Accepted, accept, target_folder
 from ndbench.results.sessions import Baseline, baseline_of_run, read_baseline
-from ndbench.results.store import RunFolder, find_run
+from ndbench.results.store import RunFolder, UnreadableFile, find_run, read_json
 
 
 def compare_run(
@@ -46,6 +47,24 @@ def compare_run(
         confirmed=confirmed,
         now=now,
     )
+
+
+def verdict_of(run: RunFolder) -> Comparison:
+    """The verdict a run ended with; of one that has none yet, what it has measured, compared with nothing.
+
+    Raises ``UnreadableFile`` naming a file that cannot be read.
+    """
+    if run.verdict_path.is_file():
+        try:
+            return from_json(read_json(run.verdict_path))
+        except UnreadableFile:
+            raise
+        except ValueError as error:
+            raise UnreadableFile(f"cannot read {run.verdict_path}: {error} (ndbench compare decides anew)") from error
+    comparison = compare_run(run, None)
+    planned = sum(run.plan.get("repeats", {}).values()) if run.plan_path.is_file() else 0
+    measured = f"{len(run.records())} of {planned} repeats are measured" if planned else "it has no plan"
+    return dataclasses.replace(comparison, mode=UNFINISHED, exit_reason=f"no verdict yet: {measured}")
 
 
 def compare_two(

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, Union
 
 from ndbench.config import Config
+from ndbench.matrix.durations import seconds
 from ndbench.matrix.sources import GROUPS, close_to
 
 VALUES: dict[str, tuple[str, ...]] = {
@@ -73,7 +74,28 @@ MOST: dict[str, float] = {
     "training.min_learning_rate_ratio": 1,
     "gate.alpha": 0.5,
     "evaluation.fraction": 0.5,
+    "world_size": 100_000,
+    "hardware.device_count": 100_000,
+    "hardware.gpus_per_node": 100_000,
+    "training.steps": 10_000_000,
+    "measure.repeats": 10_000,
+    "measure.timeout": 10_000_000,
+    "launcher.stall_timeout": 10_000_000,
+    "tracker.timeout": 10_000_000,
+    "gate.residency": 100_000,
+    "hardware.memory_bytes": 2**63 - 1,
+    "data.max_bytes": 2**63 - 1,
+    "training.seed": 2**63 - 1,
+    "data.seed": 2**63 - 1,
+    "measure.shuffle_seed": 2**63 - 1,
 }
+"""Keys whose numbers have a greatest value."""
+
+MOST_WHOLE = 2**31 - 1
+"""Of every other whole number: a size or a count beyond it is a slip, and would only fail later."""
+
+DURATIONS = ("measure.budget",)
+"""Keys whose text is a length of time."""
 
 
 @cache
@@ -199,9 +221,17 @@ def _in_range(key: str, value: Any) -> Any:
         raise ValueError(f"{key}={value} is not one of {', '.join(VALUES[key])}{near}")
     if key in LEAST and value < LEAST[key]:
         raise ValueError(f"{key}={value} must be at least {LEAST[key]}")
-    if key in MOST and value > MOST[key]:
-        raise ValueError(f"{key}={value} must be at most {MOST[key]}")
+    most = MOST.get(key, MOST_WHOLE if isinstance(value, int) and not isinstance(value, bool) else math.inf)
+    if isinstance(value, int | float) and value > most:
+        raise ValueError(f"{key}={_number(value)} must be at most {most}")
+    if key in DURATIONS:
+        seconds(key, value)
     return value
+
+
+def _number(value: float) -> str:
+    """As it can be read: a number of a hundred digits by its size."""
+    return str(value) if abs(value) < 10**18 else f"{value:.3g}" if abs(value) < 10**300 else "a number beyond 1e300"
 
 
 def get_value(config: Config, key: str) -> Any:

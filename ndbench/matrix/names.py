@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from ndbench.config import Config
 from ndbench.parallel.config import ParallelismConfig
 
 _SHORT = {
@@ -48,3 +49,10 @@ def layout_name(parallelism: ParallelismConfig) -> str:
         return parallelism.layout
     replicate, shard, cp, tp = parallelism.sizes.values()
     return f"dp{replicate}x{shard}_cp{cp}_tp{tp}"
+
+
+def script_name(config: Config, named: bool) -> str:
+    """``command_x2``, or ``command_ddp2`` where the user says (``named``) what layout the script has: it is not known
+    otherwise, and the default of ``parallelism`` would be a false claim."""
+    name = layout_name(config.parallelism) if named else f"x{config.world_size}"
+    return f"{config.engine.name}_{name}"

@@ -66,6 +66,8 @@ def parse_overrides(overrides: Sequence[str], sources: Sources, sweep: bool = Fa
             raise ValueError(f"'{text}': keys cannot be deleted; set {key[1:]}=null")
         key = key.lstrip("+").strip()
         if key in FREE_TEXT or (key in PATHS and not (sweep and "," in raw)):
+            if key != "engine.command" and not raw.strip("'\""):  # an unset variable of a script, say
+                raise ValueError(f"{text}: the value is empty; leave {key} out, or write {key}=null")
             _set(request, key, typed(key, _plain(raw)))
             continue
         if key not in GROUPS:
@@ -112,6 +114,8 @@ def choose(group: str, name: str, sources: Sources) -> tuple[str, dict[str, Any]
         return _choose_hardware(name, sources)
     if group == "model" and (Path(name).expanduser() / "config.json").is_file():
         return "custom", {"model.path": name}
+    if group == "model" and ("/" in name or name.startswith(("~", "."))) and ":" not in name:
+        raise ValueError(_no_folder(name))
     if group == "model" and ":" in name:
         return "custom", {"model.target": name}
     if group == "engine" and ":" in name:
@@ -120,6 +124,18 @@ def choose(group: str, name: str, sources: Sources) -> tuple[str, dict[str, Any]
         return "ndbench", {"engine.name": name}
     sources.require(group, name)
     raise AssertionError("require raises")
+
+
+def _no_folder(name: str) -> str:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return f"model={name}: the folder {folder.absolute()} has no config.json"
+    if folder.exists():
+        return f"model={name}: {folder.absolute()} is a file; a model is a folder with a config.json"
+    hint = ""
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+        hint = f"; of a hub's model, get the shape first: hf download {name} config.json --local-dir FOLDER"
+    return f"model={name}: there is no folder {folder.absolute()}{hint}"
 
 
 def _choose_hardware(name: str, sources: Sources) -> tuple[str, dict[str, Any]]:
@@ -172,10 +188,11 @@ def _set(request: Request, key: str, value: Any) -> None:
 def _parse(parser: OverridesParser, text: str) -> Override:
     try:
         return parser.parse_override(text)
-    except HydraException as error:
+    except (HydraException, ValueError) as error:  # a number of thousands of digits is Python's own error
         reason = str(error).splitlines()[1:2] or [str(error)]
+        text = text if len(text) < 200 else f"{text[:80]}…"
         raise ValueError(
-            f"'{text}' cannot be read: {reason[0]} (quote the value: {text.partition('=')[0]}=\"'…'\")"
+            f"'{text}' cannot be read: {reason[0].split(';')[0]} (quote the value: {text.partition('=')[0]}=\"'…'\")"
         ) from error
 
 

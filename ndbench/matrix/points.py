@@ -16,7 +16,7 @@ from ndbench.config import Cell, Config
 from ndbench.matrix.compose import Composer
 from ndbench.matrix.expressions import Expression, parse_expression
 from ndbench.matrix.keys import get_value, set_value, typed
-from ndbench.matrix.names import cell_name, layout_name, token
+from ndbench.matrix.names import cell_name, layout_name, script_name, token
 from ndbench.matrix.overrides import Request, choose
 from ndbench.matrix.resolve import fill, fill_world, refusals, shortages
 from ndbench.matrix.sources import GROUPS, Sources
@@ -142,13 +142,13 @@ class PointMaker:
         config = self._config(draft, settings)
         given = {key[6:] for key in {*draft.values, *self._request.values} if key.startswith("model.")}
         refused = fill(config, given)
-        cell = Cell(cell_name(layout_name(config.parallelism), draft.tokens), self._suite.name, config)
+        cell = Cell(cell_name(self._base_name(config, draft), draft.tokens), self._suite.name, config)
         contradiction = self._contradiction(draft, config)
         if contradiction is not None:
             degrees = {key: draft.values[key] for key in DEGREES if key in draft.values}
             for key, degree in degrees.items():
                 set_value(config, key, degree)
-            cell = dataclasses.replace(cell, name=cell_name(layout_name(config.parallelism), draft.tokens))
+            cell = dataclasses.replace(cell, name=cell_name(self._base_name(config, draft), draft.tokens))
             return Point(cell, contradiction, [], [], contradicts=True)
         if refused:
             return Point(cell, None, refused, [])
@@ -157,6 +157,12 @@ class PointMaker:
             return Point(cell, excluded, [], [])
         refused = refusals(cell)
         return Point(cell, None, refused, [] if refused else shortages(cell, self._here))
+
+    def _base_name(self, config: Config, draft: Draft) -> str:
+        if config.engine.command is None:
+            return layout_name(config.parallelism)
+        asked = {*draft.values, *self._request.values, *self._request.groups}
+        return script_name(config, bool(asked & {"parallelism", *DEGREES}))
 
     def _contradiction(self, draft: Draft, config: Config) -> str | None:
         for key, value in draft.values.items():

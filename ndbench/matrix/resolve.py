@@ -16,7 +16,7 @@ from typing import Any
 
 from ndbench.config import Cell, Config, ModelConfig
 from ndbench.engines.protocol import Engine, asking, load_engine
-from ndbench.matrix.keys import LEAST, VALUES, get_value, set_value, typed
+from ndbench.matrix.keys import DURATIONS, LEAST, MOST, VALUES, get_value, set_value, typed
 from ndbench.measure import fingerprint
 
 CPU_RANKS = 8
@@ -32,7 +32,7 @@ _NOT_SHAPE = re.compile(
 
 def check_ranges(config: Config) -> None:
     """Values that came from files have their types from Hydra; here their ranges. Raises ``ValueError``."""
-    for key in {*VALUES, *LEAST}:
+    for key in {*VALUES, *LEAST, *MOST, *DURATIONS}:
         set_value(config, key, typed(key, get_value(config, key)))
     _check_finite(dataclasses.asdict(config), "")
 
@@ -215,7 +215,8 @@ def shortages(cell: Cell, here: bool) -> list[str]:
         return []
     if hardware.memory_bytes is not None and needed > hardware.memory_bytes:
         return [f"needs about {needed / 1e9:.1f} GB a device, {hardware.name} has {hardware.memory_bytes / 1e9:.1f} GB"]
-    if not gpu and here and hardware.memory_bytes is None and needed * world > _physical_memory():
+    # a CPU without a size can only be this one, whatever its name
+    if not gpu and hardware.memory_bytes is None and needed * world > _physical_memory():
         return [
             f"needs about {needed * world / 1e9:.1f} GB for {world} ranks, "
             f"this machine has {_physical_memory() / 1e9:.1f} GB"

@@ -86,6 +86,20 @@ def write_text(path: str | Path, text: str) -> None:
         raise OSError(error.errno, f"cannot write {path}: {error.strerror}") from error
 
 
+def refuse_results(folder: str | Path) -> None:
+    """Raises ``ValueError`` when ``folder`` cannot become a results folder; makes and changes nothing."""
+    path = Path(folder).absolute()
+    try:
+        existing = next(above for above in (path, *path.parents) if above.exists())
+        reason = None if existing.is_dir() else f"{existing} is not a folder"
+        if reason is None and not os.access(existing, os.W_OK | os.X_OK):
+            reason = f"no right to write in {existing}"
+    except OSError as error:
+        reason = str(error.strerror)
+    if reason is not None:
+        raise ValueError(f"results folder {path} cannot be written: {reason}")
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in ``folder`` durable."""
     handle = os.open(folder, os.O_RDONLY)

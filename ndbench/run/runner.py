@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shlex
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
 
+from ndbench.report.facts import resume_command
 from ndbench.report.progress import Progress, duration
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline, read_baseline
@@ -89,7 +89,8 @@ def _execute(
 ) -> int:
     with _alone_in(folder):
         stopped = _measure(plan, folder, max_failures, console)
-        return finish(plan, folder, baseline, console, stopped=stopped)
+        with _resumable(folder, lambda line: console.print(line, markup=False, soft_wrap=True)):  # pairs take minutes
+            return finish(plan, folder, baseline, console, stopped=stopped)
 
 
 def _measure(plan: Plan, folder: RunFolder, max_failures: int | None, console: Console) -> str | None:
@@ -107,7 +108,7 @@ def _measure(plan: Plan, folder: RunFolder, max_failures: int | None, console: C
     began, failures = time.monotonic(), 0
     stopped: str | None = None
     broken = {name: record for (name, _), record in done.items() if _hopeless(record)}
-    with Progress(console, total=len(plan.order), done=len(done)) as progress, _resumable(plan, folder, progress):
+    with Progress(console, total=len(plan.order), done=len(done)) as progress, _resumable(folder, progress.note):
         for name, repeat in plan.order:
             if (name, repeat) in done:
                 continue
@@ -134,15 +135,13 @@ def _measure(plan: Plan, folder: RunFolder, max_failures: int | None, console: C
 
 
 @contextlib.contextmanager
-def _resumable(plan: Plan, folder: RunFolder, progress: Progress) -> Iterator[None]:
+def _resumable(folder: RunFolder, say: Callable[[str], None]) -> Iterator[None]:
     """Whatever ends the run in the middle, say how to go on with it."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, BrokenPipeError):  # nobody is there to read it
-            results_dir = str(folder.path.parent.parent)
-            elsewhere = "" if results_dir == "results" else f" {shlex.quote(f'results.dir={results_dir}')}"
-            progress.note(f"stopped in the middle; go on with: ndbench --resume {plan.run}{elsewhere}")
+            say(f"stopped in the middle; go on with: {resume_command(folder.path)}")
         raise
 
 

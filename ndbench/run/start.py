@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from ndbench.config import Cell
+from ndbench.matrix.durations import seconds
 from ndbench.matrix.expand import Matrix
 from ndbench.matrix.resolve import plan_refusals
 from ndbench.report.tracker import check as check_tracker
@@ -16,15 +16,13 @@ from ndbench.run.plan import Plan, interleave, new_run_name
 
 NOTHING_TO_RUN = 3
 
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-
 
 def run_matrix(matrix: Matrix, *, max_failures: int | None, console: Console) -> int:
     """Measure a matrix and answer with the run's exit code; 3 when no cell of it can run here.
 
     Raises ``ValueError`` before any process starts for what the user must change.
     """
-    budget = budget_seconds(matrix.config.measure.budget)
+    budget = matrix.config.measure.budget
     check_tracker(matrix.config.tracker)
     runnable, refused = ask_engines(matrix.cells)
     if not runnable and len(refused) == 1 and not matrix.skipped:
@@ -43,7 +41,7 @@ def run_matrix(matrix: Matrix, *, max_failures: int | None, console: Console) ->
         order=interleave(repeats, matrix.config.measure.shuffle_seed),
         gate=matrix.config.gate,
         baseline=matrix.config.baseline,
-        budget_seconds=budget,
+        budget_seconds=None if budget is None else seconds("measure.budget", budget),
         excluded=list(matrix.excluded),
         skipped=[(cell.name, cell.cell_id, reason) for cell, reason in skipped],
         unselected=[(cell.name, cell.cell_id) for cell in matrix.unselected],
@@ -75,16 +73,6 @@ def _repeats(cell: Cell) -> int:
     repeats = cell.config.measure.repeats
     assert repeats is not None, "cells are resolved"
     return repeats
-
-
-def budget_seconds(text: str | None) -> float | None:
-    """Seconds in ``90``, ``45s``, ``20m`` or ``1.5h``; raises ``ValueError`` for anything else."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?", str(text).strip())
-    if match is None or float(match[1]) <= 0:
-        raise ValueError(f"measure.budget={text} is not a duration; write 90s, 20m or 1h")
-    return float(match[1]) * _UNITS[match[2] or ""]
 
 
 def _say_nothing_runs(matrix: Matrix, skipped: list[tuple[Cell, str]], console: Console) -> None:

@@ -11,10 +11,12 @@ def main(args: argparse.Namespace) -> int:
     from ndbench.matrix.expand import expand
     from ndbench.report.cost import costs
     from ndbench.report.matrix import matrix_json, print_matrix
+    from ndbench.results.store import refuse_results
 
     # a machine that is named may be any; without one the question is about this one
-    elsewhere = any(word.startswith("hardware=") for word in args.words)
+    elsewhere = any(word.startswith("hardware=") and word != "hardware=auto" for word in args.words)
     matrix = expand(args.words, args.config_dir, sweep=args.multirun, here=not elsewhere)
+    refuse_results(matrix.config.results.dir)
     found = costs(matrix.cells, matrix.config.results.dir)
     if args.json:
         print_json(matrix_json(matrix, found))

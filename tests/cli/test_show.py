@@ -156,6 +156,86 @@ def test_what_comes_with_ndbench_is_listed(ndbench: Command, what: str, names: l
     assert max(len(line) for line in text.splitlines()) <= 100
 
 
+@pytest.mark.parametrize("columns", [40, 80, 100])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["list", "engines"],
+        ["list", "parallelism"],
+        ["list", "models"],
+        ["show", "suite=hsdp_tp"],
+        [
+            "show",
+            "-m",
+            "model=llama_8b,mistral_7b",
+            "hardware=h100_x8,h200_x8",
+            "training=gpu",
+            "training.compile=true",
+        ],
+    ],
+    ids=lambda argv: " ".join(argv[:2]),
+)
+def test_nothing_is_cut_off_at_any_width(
+    ndbench: Command, monkeypatch: pytest.MonkeyPatch, argv: list[str], columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = ndbench(*argv)
+    assert shown.code == 0, shown.err
+    assert "…" not in shown.out
+    lines = shown.out.splitlines()
+    told = json.loads(ndbench(*argv, "--json").out)
+    for entry in told if isinstance(told, list) else told["cells"]:
+        whole = [str(entry[key]) for key in ("name", "factory", "model", "hardware", "layout") if entry.get(key)]
+        assert all(any(text in line for line in lines) for text in whole), whole
+    if isinstance(told, dict):
+        times = [line.split("time ")[-1] if "; time" in line else line for line in lines]
+        assert sum(line.rstrip().endswith((" s", " min", " h")) for line in times) >= len(told["cells"])
+
+
+def test_a_line_is_longer_than_the_terminal_only_for_a_single_word(
+    ndbench: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    for line in ndbench("list", "engines").out.splitlines()[:-3]:
+        assert len(line.rstrip()) <= 40 or len(line.split()) == 1, line
+
+
+@pytest.mark.parametrize("machine", [[], ["hardware=auto"], ["hardware=cpu"]], ids=["unnamed", "auto", "cpu"])
+def test_what_this_machine_cannot_hold_is_not_shown_as_a_cell(
+    ndbench: Command, monkeypatch: pytest.MonkeyPatch, machine: list[str]
+) -> None:
+    monkeypatch.setattr("ndbench.matrix.resolve._physical_memory", lambda: 64 * 2**30)
+    argv = ["suite=layouts", "model=qwen3_8b", *machine]
+    shown = ndbench("show", *argv, "--json")
+    assert shown.code == 3
+    would_run = expand(argv)
+    assert json.loads(shown.out)["cells"] == [] == would_run.cells
+    reasons = {entry["name"]: entry["reason"] for entry in json.loads(shown.out)["skipped"]}
+    assert reasons == {cell.name: reason for cell, reason in would_run.skipped}
+    assert "for 8 ranks, this machine has 68.7 GB" in reasons["fsdp8"]
+
+
+def test_a_machine_that_is_named_is_planned_for_from_anywhere(ndbench: Command) -> None:
+    for argv in (["hardware=h100_x8"], ["hardware=h100_x8,h200_x8", "-m"]):
+        assert ndbench("show", "model=llama_8b", "training=gpu", "parallelism=fsdp", *argv).code == 0
+
+
+def test_a_scripts_cell_is_named_after_the_command_and_claims_no_model(ndbench: Command) -> None:
+    argv = ["show", "engine=command", "engine.command=true"]
+    shown = ndbench(*argv, "world_size=2", "--json")
+    (cell,) = json.loads(shown.out)["cells"]
+    assert (cell["name"], cell["layout"], cell["memory_bytes_per_rank"]) == ("command_x2", "command_x2", None)
+    assert "llama" not in ndbench(*argv, "world_size=2").out
+    names = {
+        ("world_size=1,2", "-m"): ["command_x1", "command_x2"],
+        ("world_size=2", "parallelism=ddp"): ["command_ddp2"],
+        ("world_size=2", "parallelism.tp_size=2", "parallelism.dp_shard_size=1"): ["command_tp2"],
+        ("suite=smoke",): ["command_ddp2", "command_fsdp2"],
+    }
+    for words, expected in names.items():
+        assert [cell["name"] for cell in json.loads(ndbench(*argv, *words, "--json").out)["cells"]] == expected
+
+
 def test_the_users_own_files_are_listed_and_marked(ndbench: Command) -> None:
     folder = Path("mine/model")
     folder.mkdir(parents=True)
