@@ -216,6 +216,8 @@ class CheckpointConfig:
     mode: str = "sharded"
     """``sharded``, ``async`` (sharded, written while training goes on), ``full`` (by rank 0 alone) or ``hf`` (sharded,
     and the model once more as transformers reads it)."""
+    weights: str | None = None
+    """A Hugging Face folder with the weights to begin with; null draws them from the seed. Not read on resuming."""
 
 
 @dataclass
