@@ -27,6 +27,7 @@ FREE_TEXT = (
     "resume",
     "results.dir",
     "checkpoint.dir",
+    "checkpoint.weights",
     "engine.command",
     "measure.handicap_cells",
     "measure.budget",
