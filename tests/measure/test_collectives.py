@@ -106,5 +106,5 @@ def test_an_unknown_operation_has_no_bytes_rather_than_wrong_ones() -> None:
 
 
 def test_a_buffer_that_a_communication_thread_still_holds_does_not_count_by_chance() -> None:
-    for peaks in pool(4).run(steps.late_release, 30):
+    for peaks in pool(4).run(steps.late_release, 12):
         assert set(peaks) == {2**18 * 4}

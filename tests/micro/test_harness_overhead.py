@@ -64,7 +64,7 @@ def test_a_loop_with_the_harness_is_as_fast_as_one_without(benchmark: Any, tmp_p
 
     def turns() -> float:
         ratios = []
-        for _ in range(60):
+        for _ in range(24):
             bare, first, second, bare_again = (seconds(measured) for measured in (False, True, True, False))
             ratios.append((first + second) / (bare + bare_again))
         return median(ratios) - 1

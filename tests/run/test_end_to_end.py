@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,11 +94,12 @@ def test_a_cell_gone_from_the_suite_is_missing_but_one_not_selected_is_not(
     ("fault", "outcome"), [("nonfinite", "invalid"), ("killed", "failed"), ("hang", "timeout"), ("oom", "oom")]
 )
 def test_a_repeat_that_goes_wrong_is_exit_3_with_its_reason_and_the_other_records_stay(
-    tmp_path: Path, fault: str, outcome: str, capsys: pytest.CaptureFixture[str]
+    three_sessions: Path, tmp_path: Path, fault: str, outcome: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ndbench(tmp_path, "measure.repeats=1") == 0
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.r0.json")}
-    code = ndbench(tmp_path, "measure.repeats=2", f"+engine.options.fault={fault}", "measure.timeout=6")
+    shutil.copytree(latest(three_sessions).path, tmp_path / "runs" / "20000101-000000-aaaaaa")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
+    words = ["cells=*seq16", "measure.repeats=2", "measure.timeout=6"]
+    code = ndbench(tmp_path, *words, f"+engine.options.fault={fault}")
     assert code == 3
     records = latest(tmp_path).records()
     assert {r["outcome"] for r in records if r["repeat"] == 0} == {outcome}
@@ -105,6 +107,7 @@ def test_a_repeat_that_goes_wrong_is_exit_3_with_its_reason_and_the_other_record
         assert {r["outcome"] for r in records if r["repeat"] == 1} == {"skipped"}, (
             "a hopeless cell is not paid for twice"
         )
+    assert before
     assert {path: path.read_bytes() for path in before} == before
     out = capsys.readouterr().out
     assert records[0]["reason"].split(":")[0].split(";")[0] in " ".join(out.split())
@@ -137,8 +140,6 @@ def test_what_the_user_must_change_is_one_line_and_exit_2(
 def test_a_truncated_baseline_is_an_error_before_anything_is_measured(
     three_sessions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import shutil
-
     shutil.copytree(three_sessions / "baselines", tmp_path / "baselines")
     cut = sorted((tmp_path / "baselines").rglob("ddp2-seq16.json"))[0]
     cut.write_bytes(cut.read_bytes()[:300])
