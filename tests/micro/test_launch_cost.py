@@ -75,7 +75,7 @@ def test_a_repeat_of_eight_ranks_costs_little_beside_its_steps(
     benchmark: Any, tmp_path: Path, layout: str, excess_limit: float
 ) -> None:
     launching.start_fork_server({"llama"}, "forkserver")
-    launch_once(layout, tmp_path / "warm")  # waits for the fork server's imports
+    bare_launch()  # waits for the fork server's imports
     found: list[tuple[float, float]] = []
     bare = [bare_launch()]
 

@@ -78,13 +78,13 @@ def test_the_same_code_again_is_no_regression(three_sessions: Path) -> None:
 def test_a_cell_gone_from_the_suite_is_missing_but_one_not_selected_is_not(
     three_sessions: Path, tmp_path: Path
 ) -> None:
-    assert ndbench(three_sessions, "+engine.options.seconds=0.03", "cells=*seq16") == 0
+    assert ndbench(three_sessions, "+engine.options.seconds=0.03", "cells=*seq16", "measure.repeats=1") == 0
     assert "ddp2-seq32" not in verdicts(three_sessions)
     (tmp_path / "suites").mkdir()
     text = (CONF / "suites" / "two.yaml").read_text().replace("[16, 32]", "[16]")
     (tmp_path / "suites" / "two.yaml").write_text(text)
     smaller = ["run", "--config-dir", str(tmp_path), "suite=two", "world_size=2", f"results.dir={three_sessions}"]
-    code = main([*smaller, *ENGINE, "+engine.options.seconds=0.03"])
+    code = main([*smaller, *ENGINE, "+engine.options.seconds=0.03", "measure.repeats=1"])
     assert code == 3
     assert "missing" in verdicts(three_sessions).values()
 
