@@ -20,6 +20,7 @@ from ndbench.parallel.mesh import Mesh, build_mesh
 from ndbench.parallel.state import CheckpointError, Checkpoints
 from ndbench.parallel.state_huggingface import export_hf, hf_config, load_hf
 from tests.parity.cases import Case, batch
+from tests.parity.ranks import on_device
 
 Held = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor] | None]
 """What one rank holds of each tensor: offset (empty for a whole one), global shape, values."""
@@ -32,11 +33,12 @@ class OwnAdamW(torch.optim.AdamW):
 class Run:
     """An engine in training on this rank."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, device: str = "cpu") -> None:
         self.case = case
-        self.mesh: Mesh = build_mesh(case.parallelism, "cpu")
+        self.mesh: Mesh = build_mesh(case.parallelism, device)
+        self.device = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
         self.engine = BundledEngine(weight_jitter=case.weight_jitter)
-        self.engine.build(case.model, case.training, self.mesh, torch.device("cpu"))
+        self.engine.build(case.model, case.training, self.mesh, self.device)
         assert self.engine.model is not None
         assert self.engine._step is not None
         self.model, self.optimizer = self.engine.model, self.engine._step.optimizer
@@ -46,7 +48,8 @@ class Run:
         """Train; the loss of each step."""
         losses = []
         for step in range(first, first + count):
-            loss = self.engine.step(batch(self.case, step, self.mesh.batch_rank, self.mesh.batch_size)).loss
+            data = batch(self.case, step, self.mesh.batch_rank, self.mesh.batch_size)
+            loss = self.engine.step(on_device(data, self.device)).loss
             assert isinstance(loss, torch.Tensor)
             losses.append(loss.item())
         return losses
@@ -69,20 +72,22 @@ class Run:
             rows, columns = local_slice(parameter)
             offset = (rows.start, columns.start if columns is not None else 0)[: parameter.ndim]
             name, local = names[id(parameter)], local_tensor(parameter).detach()
-            found[name] = (offset, tuple(parameter.shape), local.clone())
+            found[name] = (offset, tuple(parameter.shape), local.clone().cpu())
             for key, value in optimizer.state.get(own, {}).items():
                 if value is None:
                     found[f"{name}/{key}"] = None
                 elif local_tensor(value).shape == local.shape:
-                    found[f"{name}/{key}"] = (offset, tuple(parameter.shape), local_tensor(value).clone())
+                    found[f"{name}/{key}"] = (offset, tuple(parameter.shape), local_tensor(value).clone().cpu())
                 else:
-                    found[f"{name}/{key}"] = ((), tuple(value.shape), value.clone())
+                    found[f"{name}/{key}"] = ((), tuple(value.shape), value.clone().cpu())
         return found
 
 
-def save(case: Case, folder: Path, mode: str, steps: int, evaluate: bool = False) -> dict[str, Any]:
+def save(
+    case: Case, folder: Path, mode: str, steps: int, evaluate: bool = False, device: str = "cpu"
+) -> dict[str, Any]:
     """Take ``steps``, save, and take one more."""
-    run = Run(case)
+    run = Run(case, device)
     run.steps(0, steps)
     if evaluate:  # gathers the root's parameters, and no backward frees them again
         sequence = torch.zeros(1, case.training.sequence_length // run.mesh.config.cp_size, dtype=torch.long)
@@ -96,9 +101,9 @@ def save(case: Case, folder: Path, mode: str, steps: int, evaluate: bool = False
     return {"held": held, "loss": losses, "seconds": seconds}
 
 
-def load(case: Case, folder: Path, stepped: int = 0) -> dict[str, Any]:
+def load(case: Case, folder: Path, stepped: int = 0, device: str = "cpu") -> dict[str, Any]:
     """Load into an engine in another state, and take one step."""
-    run = Run(case)
+    run = Run(case, device)
     run.steps(0, stepped)
     run.spoil(7.0)
     checkpoints = Checkpoints(folder, run.mesh)
