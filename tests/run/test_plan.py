@@ -14,11 +14,14 @@ import pytest
 from rich.console import Console
 
 from ndbench.config import Cell, Config, GateConfig
+from ndbench.matrix import resolve
+from ndbench.matrix.expand import expand
 from ndbench.results.store import RunFolder, UnreadableFile
 from ndbench.run import launch as launching
 from ndbench.run.plan import Plan, interleave, new_run_name
 from ndbench.run.repeat import Measurer
 from ndbench.run.runner import resume_run
+from ndbench.run.start import ask_engines
 from tests.records import a_record
 
 
@@ -154,3 +157,34 @@ def test_in_the_same_environment_it_is(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(launching, "start_fork_server", lambda *_: exec("raise KeyboardInterrupt"))
     with pytest.raises(KeyboardInterrupt):
         resume_run("r", tmp_path, max_failures=None, console=Console(quiet=True))
+
+
+class Asked:
+    """An engine that notes what it is asked."""
+
+    def __init__(self, answer: object = None) -> None:
+        self.questions: list[tuple[str, str]] = []
+        self.answer = answer
+
+    def refuse(self, cell: Cell) -> object:
+        self.questions.append(("refuse", cell.name))
+        return self.answer
+
+    def refuse_plan(self, cell: Cell) -> object:
+        self.questions.append(("refuse_plan", cell.name))
+        return None
+
+
+def test_an_engine_is_asked_each_question_once_a_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Asked()
+    monkeypatch.setattr(resolve, "_engine", lambda *_: engine)
+    matrix = expand(["suite=smoke", "hardware=cpu", "cells=fsdp2"])
+    assert ask_engines(matrix.cells) == (matrix.cells, [])
+    assert ("refuse_plan", "fsdp2") in engine.questions
+    assert set(Counter(engine.questions).values()) == {1}
+
+
+def test_an_engine_that_answers_with_no_line_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "_engine", lambda *_: Asked(7))
+    with pytest.raises(ValueError, match=r"engine ndbench: refuse\(\) returned 7, not a line or None"):
+        expand(["suite=smoke", "hardware=cpu", "cells=fsdp2"])
