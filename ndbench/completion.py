@@ -12,7 +12,16 @@ from pathlib import Path
 
 from ndbench.arguments import DEFAULT_VERB, VERBS, flags_of, takes_value
 
-FOLDERS = ("model.path", "data.tokenizer", "data.dataset", "results.dir", "checkpoint.dir", "baseline", "resume")
+FOLDERS = (
+    "model.path",
+    "data.tokenizer",
+    "data.dataset",
+    "results.dir",
+    "checkpoint.dir",
+    "checkpoint.weights",
+    "baseline",
+    "resume",
+)
 """Keys whose value may be a folder."""
 
 

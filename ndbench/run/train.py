@@ -165,16 +165,20 @@ def _launch(cell: Cell, folder: Path, scratch: Path, view: TrainingView, stack: 
     with _heard(signals):
         thread.start()
         told = 0
-        while thread.is_alive():
-            thread.join(POLL_SECONDS)
-            if len(signals) > told:
-                told = len(signals)
-                if told == 1:
-                    asked.set(signals[0])
-                    view.stopping(signals[0])
-                else:
-                    launching.kill_ranks(spared)
-            view.update()
+        try:
+            while thread.is_alive():
+                thread.join(POLL_SECONDS)
+                if len(signals) > told:
+                    told = len(signals)
+                    if told == 1:
+                        asked.set(signals[0])
+                        view.stopping(signals[0])
+                    else:
+                        launching.kill_ranks(spared)
+                view.update()
+        except BaseException:  # nobody would be there to end them
+            launching.kill_ranks(spared)
+            raise
     keep_logs(task, cell.world_size, folder / "logs")
     view.update()
     (result,) = ended
@@ -192,7 +196,7 @@ def _launch(cell: Cell, folder: Path, scratch: Path, view: TrainingView, stack: 
 
 @contextlib.contextmanager
 def _heard(signals: list[int]) -> Iterator[None]:
-    """Collect SIGINT and SIGTERM instead of being ended by them."""
+    """Collect the signals that ask for an end instead of being ended by them."""
 
     def hear(number: int, _frame: FrameType | None) -> None:
         signals.append(number)
@@ -200,7 +204,7 @@ def _heard(signals: list[int]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

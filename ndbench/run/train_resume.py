@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from ndbench.config import Config
+from ndbench.parallel.state_huggingface import hf_tensors
 from ndbench.parallel.state_index import read_index, whole_checkpoints
 from ndbench.training.data import build_split
 
@@ -27,8 +28,11 @@ SHAPE = (
 def start_of(config: Config, folder: Path, prepared: Path) -> tuple[Path, int] | None:
     """(checkpoint, its step) that ``resume`` means; None for a fresh start.
 
-    Raises ``ValueError`` for one that is not whole, of another model, or of other data.
+    Raises ``ValueError`` for one that is not whole, of another model, or of other data, and for ``checkpoint.weights``
+    that are none.
     """
+    if config.checkpoint.weights is not None:
+        hf_tensors(Path(config.checkpoint.weights).expanduser())
     if config.resume is None:
         return None
     if config.resume == "auto":

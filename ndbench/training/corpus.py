@@ -187,7 +187,7 @@ def _rows(config: DataConfig) -> Iterator[bytes]:
         known = ", ".join(rows.column_names)
         raise ValueError(f"data.dataset {config.dataset} has no column '{config.column}', it has: {known}")
     for row in rows:
-        yield str(row[config.column]).encode()
+        yield str(row[config.column] or "").encode()
 
 
 def _line(error: Exception) -> str:

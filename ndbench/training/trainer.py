@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -23,12 +23,11 @@ from ndbench.config import Config
 from ndbench.engines.bundled import BundledEngine
 from ndbench.engines.protocol import StepResult
 from ndbench.parallel.mesh import Mesh
+from ndbench.parallel.state import CheckpointError, Checkpoints
+from ndbench.parallel.state_huggingface import load_hf
 from ndbench.training.data import Dataset
 from ndbench.training.evaluate import evaluate
 from ndbench.training.log import TrainingLog
-
-if TYPE_CHECKING:
-    from ndbench.parallel.state import Checkpoints
 
 LOG = "log.jsonl"
 SETTLE_SECONDS = 1.0
@@ -89,11 +88,12 @@ class Trainer:
         self._checkpoints: Checkpoints | None = None
         self._data = train.identity
         if folder is not None and save:
-            from ndbench.parallel.state import Checkpoints
-
-            self._checkpoints = Checkpoints(folder, mesh, keep=config.checkpoint.keep, mode=config.checkpoint.mode)
+            keep, mode = config.checkpoint.keep, config.checkpoint.mode
+            self._checkpoints = Checkpoints(folder, mesh, keep=keep, mode=mode, timeout=self.control.agree_timeout)
         if config.resume is not None:
             self._resume(config.resume)
+        if config.checkpoint.weights is not None and self.step == 0:
+            load_hf(Path(config.checkpoint.weights).expanduser(), self.model, mesh)
         self._log = None if folder is None or self._rank else TrainingLog(folder / LOG, self.step)
 
     @property
@@ -219,8 +219,6 @@ class Trainer:
         if path is None:
             return
         optimizer = self._engine.stepper.optimizer
-        from ndbench.parallel.state import CheckpointError
-
         progress = self._checkpoints.load(path, self.model, optimizer.optimizer, list(optimizer.parameters))
         self.step, self.sequences = int(progress["step"]), int(progress["sequences"])
         optimizer.taken = int(progress["schedule_step"])

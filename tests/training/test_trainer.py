@@ -52,10 +52,9 @@ def config(text: str, parallelism: ParallelismConfig, **changes: Any) -> Config:
             warmup_steps=2,
         ),
         data=DataConfig(name="text", files=[text], valid_fraction=0.7),
-        checkpoint=CheckpointConfig(every=2),
         evaluation=EvaluationConfig(every=3, batches=1, fraction=0.1),
         world_size=parallelism.world_size,
-        **changes,
+        **({"checkpoint": CheckpointConfig(every=2)} | changes),
     )
 
 
@@ -132,6 +131,41 @@ def test_evaluation_is_the_mean_over_tokens_for_every_layout(text: str) -> None:
                 assert loss == pytest.approx(float(expected), rel=1e-6), parallelism.layout
                 assert counted == tokens
                 assert as_without == [True, True], "evaluation leaves no trace in training"
+
+
+def test_eight_ranks_learn_the_curve_of_one_process_and_one_goes_on_where_eight_stopped(tmp_path: Path) -> None:
+    made = Config(
+        model=ModelConfig(
+            vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=8
+        ),
+        training=TrainingConfig(
+            steps=14, global_batch_size=16, sequence_length=32, learning_rate=5e-3, schedule="cosine", warmup_steps=4
+        ),
+        data=DataConfig(name="source", max_bytes=100_000),
+        checkpoint=CheckpointConfig(every=10),
+        evaluation=EvaluationConfig(batches=2),
+    )
+    one = pool(1).run(tasks.train, made, str(tmp_path / "one"))[0]
+    wide = dataclasses.replace(made, parallelism=layout(2, 2, 1, 2))
+    eight = pool(8).run(tasks.train, wide, str(tmp_path / "eight"))[0]
+    again = dataclasses.replace(made, resume=str(tmp_path / "eight" / "step-00000010"))
+    narrow = pool(1).run(tasks.train, again, str(tmp_path / "narrow"))[0]
+    assert [line["step"] for line in narrow["log"]] == [11, 12, 13, 14]
+    assert one["log"][-1]["loss"] < one["log"][0]["loss"] - 1
+    for other in (eight["log"], [*eight["log"][:10], *narrow["log"]]):
+        for line, expected in zip(other, one["log"], strict=True):
+            assert line["loss"] == pytest.approx(expected["loss"], abs=1e-4)
+            assert line["learning_rate"] == expected["learning_rate"]
+        assert other[-1]["validation_loss"] == pytest.approx(one["outcome"].validation_loss, abs=1e-4)
+
+
+def test_training_begins_with_the_weights_of_a_hugging_face_folder(text: str, tmp_path: Path) -> None:
+    made = config(text, layout(), checkpoint=CheckpointConfig(mode="hf"))
+    made.training.steps = 2
+    trained = pool(1).run(tasks.train, made, str(tmp_path / "run"))[0]
+    made.checkpoint = CheckpointConfig(weights=str(tmp_path / "run" / "step-00000002"))
+    fresh = pool(1).run(tasks.train, made, None, 1)[0]
+    assert all(torch.equal(fresh["weights"][name], trained["weights"][name]) for name in trained["weights"])
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
