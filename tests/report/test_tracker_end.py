@@ -22,8 +22,9 @@ from ndbench.report import tracker
 from ndbench.results.baseline import accept
 from ndbench.results.schema import Record
 from ndbench.results.store import RunFolder, find_run
-from ndbench.run import launch
+from ndbench.run import launch, runner
 from ndbench.run.plan import Plan
+from tests.micro.tracker_ab import leftovers
 from tests.records import a_cell, repeats
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -58,6 +59,8 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def nothing_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The repeats are made up: they are from no machine, and none is missing."""
+    monkeypatch.setattr(runner, "refuse_other_environment", lambda *_: None)
     monkeypatch.setattr(launch, "start_fork_server", lambda *_: None)
 
 
@@ -192,6 +195,7 @@ def test_a_tracker_that_fails_is_a_warning_and_changes_neither_numbers_nor_exit_
         expected_code, expected, _ = ended(plain)
 
     assert code == expected_code == exit_code
+    assert not leftovers(results), "nothing of the tracker goes on working"
     assert records == before
     (warning,) = (note for note in verdict["notes"] if note not in expected["notes"])
     assert said in warning
