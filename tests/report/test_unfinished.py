@@ -10,11 +10,18 @@ from ndbench.cli import main
 from ndbench.config import GateConfig
 from ndbench.failures import Terminated
 from ndbench.results.store import RunFolder
-from ndbench.run import finish, launch
+from ndbench.run import finish, launch, runner
 from ndbench.run.plan import Plan
 from tests.records import a_cell, repeats
 
 RUN = "20261130-061500-ab12cd"
+
+
+@pytest.fixture
+def nothing_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every repeat is stored, and may be of another machine: only the end of the run is gone through."""
+    monkeypatch.setattr(launch, "start_fork_server", lambda *_: None)
+    monkeypatch.setattr(runner, "refuse_other_environment", lambda *_: None)
 
 
 def a_run(results: Path, measured: int) -> RunFolder:
@@ -93,6 +100,7 @@ def test_a_broken_verdict_is_one_line_that_names_the_file(
 
 @pytest.mark.parametrize(("error", "code"), [(Terminated, 143), (KeyboardInterrupt, 130)])
 def test_what_ends_the_pairs_of_the_gate_leaves_a_run_to_go_on_with(
+    nothing_to_launch: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -100,7 +108,6 @@ def test_what_ends_the_pairs_of_the_gate_leaves_a_run_to_go_on_with(
     code: int,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "start_fork_server", lambda *_: None)
 
     def ended(*_: object) -> None:
         raise error
@@ -117,10 +124,9 @@ def test_what_ends_the_pairs_of_the_gate_leaves_a_run_to_go_on_with(
 
 
 def test_the_headline_without_a_baseline_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    nothing_to_launch: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "start_fork_server", lambda *_: None)
     a_run(Path("results"), 6)
     assert main(["--resume", RUN]) == 0
     assert "NO BASELINE: 2 cells of hsdp_tp, compared with nothing yet\n" in capsys.readouterr().out
