@@ -30,7 +30,7 @@ from ndbench.results.store import RunFolder
 
 PUBLIC_SERVER = "https://api.wandb.ai"
 GRACE_SECONDS = 10.0
-"""For wandb to end its service after it has answered; then it is ended."""
+"""For wandb to end its service (it does as its process exits) after it has answered; then both are ended."""
 
 
 class TrackerError(ValueError):

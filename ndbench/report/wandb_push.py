@@ -6,7 +6,6 @@ Reads one JSON job from standard input and writes one JSON answer to standard ou
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -204,11 +203,6 @@ def main() -> int:
     except Exception as error:  # whatever wandb raises: the answer is the only thing that leaves this process
         answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]}
     os.write(PROTOCOL_OUT, json.dumps(answer).encode())
-    # the service would end some time after this process; the parent waits for both
-    teardown = getattr(sys.modules.get("wandb"), "teardown", None)
-    if teardown is not None:
-        with contextlib.suppress(Exception):  # it has answered: nothing of this is news
-            teardown()
     return 0
 
 

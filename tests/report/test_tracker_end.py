@@ -37,6 +37,10 @@ kind = os.environ["FAKE_WANDB"]
 class Settings:
     def __init__(self, **fields): pass
 def init(**fields):
+    if kind == "hang":
+        import subprocess
+        subprocess.Popen(["sleep", "60"], start_new_session=True)
+        time.sleep(60)
     if kind == "full": raise OSError(28, "No space left on device")
     if kind == "garbage":
         from ndbench.report import wandb_push
@@ -154,6 +158,7 @@ KINDS = {
     "no network": ("did not finish within 3 s", 0.3, 1),
     "service not starting": ("Failed to read port info", 0.3, 1),
     "key refused": ("401", 0.1, 0),
+    "service hanging": ("did not finish within 3 s", 0.1, 0),
     "disk full": ("No space left on device", 0.1, 0),
     "no answer": ("tracker: ", 0.3, 1),
     "key in the error": ("invalid key [hidden]", 0.1, 0),
@@ -176,18 +181,24 @@ def test_a_tracker_that_fails_is_a_warning_and_changes_neither_numbers_nor_exit_
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     if kind in ("no network", "service not starting", "key refused"):
         pytest.importorskip("wandb")
-    if kind == "no network":
-        monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    if kind in ("no network", "service hanging"):
         path = find_run(RUN, results).plan_path
         path.write_text(path.read_text().replace('"timeout": 20', '"timeout": 3'))
+    if kind == "no network":
+        monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     elif kind == "service not starting":
         monkeypatch.setenv("WANDB__SERVICE_WAIT", "0.001")
     elif kind == "key refused":
         monkeypatch.setenv("WANDB_BASE_URL", refusing)
     else:
-        use_fake(clean, monkeypatch, {"disk full": "full", "no answer": "garbage"}.get(kind, "key"))
+        use_fake(
+            clean,
+            monkeypatch,
+            {"disk full": "full", "no answer": "garbage", "service hanging": "hang"}.get(kind, "key"),
+        )
     before = _records(find_run(RUN, results))
     code, verdict, records = ended(results)
+    assert not leftovers(results), "nothing of the tracker goes on working"
     out = capsys.readouterr().out
     with monkeypatch.context() as without:
         without.delenv("WANDB_API_KEY")
@@ -195,7 +206,6 @@ def test_a_tracker_that_fails_is_a_warning_and_changes_neither_numbers_nor_exit_
         expected_code, expected, _ = ended(plain)
 
     assert code == expected_code == exit_code
-    assert not leftovers(results), "nothing of the tracker goes on working"
     assert records == before
     (warning,) = (note for note in verdict["notes"] if note not in expected["notes"])
     assert said in warning
