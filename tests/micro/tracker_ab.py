@@ -24,8 +24,8 @@ from ndbench.gate.stored import compare_run
 from ndbench.report.tracker import push_run
 from ndbench.results.store import RunFolder
 
-CELL = ["model=llama_tiny", "world_size=1", "training.global_batch_size=4"]
-"""One rank: what ranks spend on waiting for each other would only add noise."""
+CELL = ["model=llama_tiny", "world_size=1", "training.global_batch_size=1", "training.sequence_length=32"]
+"""One rank, for what ranks spend on waiting for each other would only add noise; and many short steps."""
 QUANTITIES = {"tokens_per_second": "wall time", "cpu_seconds_per_step": "CPU time"}
 
 
