@@ -153,6 +153,7 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     local = Path(name).expanduser().exists()
+    _quiet_hub()
     try:
         return AutoTokenizer.from_pretrained(str(Path(name).expanduser()) if local else name, local_files_only=local)
     except (OSError, ValueError) as error:
@@ -171,6 +172,7 @@ def _rows(config: DataConfig) -> Iterator[bytes]:
     except ImportError as error:
         raise ValueError("data=dataset needs the package datasets: pip install 'ndbench[data]'") from error
     path = Path(config.dataset).expanduser()
+    _quiet_hub()
     try:
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
             found = datasets.load_from_disk(str(path))
@@ -188,6 +190,13 @@ def _rows(config: DataConfig) -> Iterator[bytes]:
         raise ValueError(f"data.dataset {config.dataset} has no column '{config.column}', it has: {known}")
     for row in rows:
         yield str(row[config.column] or "").encode()
+
+
+def _quiet_hub() -> None:
+    """A hub that cannot be reached is told once, by us, not with every try."""
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
 
 
 def _line(error: Exception) -> str:

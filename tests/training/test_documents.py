@@ -13,6 +13,7 @@ import pytest
 from ndbench.config import Config, DataConfig
 from ndbench.training.corpus import END_OF_DOCUMENT, Corpus, read_corpus, split
 from ndbench.training.data import IGNORED, Dataset, build_dataset, build_split, prepare
+from ndbench.training.generate import Codec
 
 TEXTS = ["first " * 9, "a", "", "second one " * 3, "the third, a long one " * 6, "44"]
 
@@ -164,6 +165,9 @@ def test_a_tokenizer_folder_ends_each_document_with_its_own_token(tmp_path: Path
     assert found.tokens[:11].tolist() == [2] * 9 + [0, 8]
     assert (found.tokens[found.starts[1:] - 1] == 0).all()
     assert len(found.starts) == len(TEXTS)
+    codec = Codec(Config(data=config(files, "packed", tokenizer=str(folder)).data))
+    assert codec.end == 0
+    assert codec.decode(codec.encode("the third one")) == "the third one"
 
 
 @pytest.mark.parametrize(
