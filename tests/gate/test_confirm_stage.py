@@ -197,7 +197,7 @@ def test_an_a_b_of_a_setting_that_doubles_the_step_is_red_and_keeps_both_sides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)  # where both sides find the engine
-    words = [*SMALL, *ENGINE, f"results.dir={tmp_path}", "gate.residency=0.5"]
+    words = [*SMALL, *ENGINE, f"results.dir={tmp_path}", "gate.residency=1"]
     assert main(["ab", *words, "--base", "here", "--head", "set:measure.handicap=1.0"]) == 1
     (folder,) = (tmp_path / "ab").iterdir()
     assert len(RunFolder(folder / "base").records()) == len(RunFolder(folder / "head").records()) >= 6
