@@ -35,6 +35,8 @@ def _status(imported: Imported) -> dict[str, str]:
          "parallelism_config_tp_size: 2}", "ddp4_tp2", {}),
         ("distributed_type: FSDP\nnum_processes: 8\nnum_machines: 2\n"
          "fsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}", "hsdp2x4", {"parallelism.reshard_after_forward": True}),
+        ("distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD}", "fsdp4",
+         {"parallelism.reshard_after_forward": True}),
         ("distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_sharding_strategy: 2}", "fsdp4",
          {"parallelism.reshard_after_forward": False}),
         ("distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_reshard_after_forward: SHARD_GRAD_OP}", "fsdp4",
@@ -97,7 +99,7 @@ def test_what_one_machine_cannot_do_is_said(write: Write) -> None:
 
 
 def test_what_the_script_holds_is_asked_for_until_it_is_given(write: Write) -> None:
-    path = write("distributed_type: FSDP\nnum_processes: 8")
+    path = write("distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16")
     assert "are in your script" in str(import_file(path).notes)
     given = import_file(path, ["model=llama_8b", "training.precision=fp32"])
     assert not given.notes

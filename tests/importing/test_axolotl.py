@@ -86,6 +86,9 @@ def test_degrees_are_those_that_axolotl_would_take(write: Write, text: str, worl
         ("liger_fused_linear_cross_entropy: true\n", {"training.loss_chunk_size": 2048}),
         ("plugins: [axolotl.integrations.liger.LigerPlugin]\n", {"training.loss_chunk_size": None}),
         ("seed: 7\n", {"training.seed": 7}),
+        ("fsdp: [full_shard, offload]\n",
+         {"parallelism.reshard_after_forward": True, "parallelism.cpu_offload": True}),
+        ("fsdp: shard_grad_op auto_wrap\n", {"parallelism.reshard_after_forward": False}),
     ],
 )  # fmt: skip
 def test_training_keys(write: Write, text: str, expected: dict[str, Any]) -> None:
