@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import html
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ndbench.compare.result import CellVerdict, Comparison
-from ndbench.report import facts, ranking
+from ndbench.report import facts, page_facts, ranking
 from ndbench.report.facts import Plan
+from ndbench.results.schema import Record
+from ndbench.results.sessions import Baseline
 
 STEP_SUMMARY_LIMIT = 1024 * 1024
 """Bytes of one step's summary that GitHub shows; a longer one is refused as a whole."""
@@ -51,11 +54,20 @@ def render(
     *,
     plan: Plan | None = None,
     run_folder: str | Path | None = None,
+    records: Sequence[Record] = (),
+    baseline: Baseline | None = None,
     limit: int = DEFAULT_LIMIT,
 ) -> str:
-    """The whole report in at most ``limit`` bytes: cells that do not fit are counted, the least severe first."""
+    """The whole report in at most ``limit`` bytes: cells that do not fit are counted, the least severe first.
+
+    ``records`` and ``baseline`` tell since when a cell is as it is.
+    """
     cells = facts.by_severity(comparison.cells)
-    blocks = [_reasons(comparison, cell, plan, run_folder) for cell in facts.to_explain(comparison)]
+    measured = page_facts.measured_cells(records, comparison, plan)
+    since = {found.cell: found.since for found in page_facts.findings(measured, comparison, plan, baseline)}
+    blocks = [
+        _reasons(comparison, cell, plan, run_folder, since.get(cell.name)) for cell in facts.to_explain(comparison)
+    ]
     shown, explained = len(cells), len(blocks)
     while True:
         text = _page(comparison, cells[:shown], blocks[:explained], plan, run_folder, len(blocks))
@@ -136,9 +148,13 @@ def _fold(title: str, body: str) -> str:
     return f"<details><summary>{html.escape(title)}</summary>\n\n{body}\n\n</details>"
 
 
-def _reasons(comparison: Comparison, cell: CellVerdict, plan: Plan | None, run_folder: str | Path | None) -> str:
+def _reasons(
+    comparison: Comparison, cell: CellVerdict, plan: Plan | None, run_folder: str | Path | None, since: str | None
+) -> str:
     lines = [f"**{escape(cell.name)}**: {facts.word(cell.verdict)}", ""]
     lines += [f"- {escape(sentence)}" for sentence in facts.sentences(cell)]
+    if since is not None:
+        lines.append(f"- since: {escape(since)}")
     again = facts.reproduce_command(plan, cell.name)
     if again is not None and cell.verdict in ("regressed", "invalid"):
         lines.append(f"- measure it again: {code(again)}")

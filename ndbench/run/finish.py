@@ -40,14 +40,14 @@ def finish(
         baseline=baseline,
         console=console,
     )
-    summary = _write(plan, folder, comparison)
+    summary = _write(plan, folder, comparison, baseline)
     done, warning = track(folder, comparison, next(iter(plan.cells.values())).config.tracker)
     if warning or done:
         console.print(Text(warning or done or "", style="yellow" if warning else ""), soft_wrap=True)
     if warning is not None:
         comparison.notes.append(warning)
         try:
-            summary = _write(plan, folder, comparison)
+            summary = _write(plan, folder, comparison, baseline)
         except OSError as error:  # a disk the tracker has filled; everything but the warning is written already
             console.print(Text(f"the warning is not in the summary: {error}", style="yellow"), soft_wrap=True)
     step_summary = os.environ.get("GITHUB_STEP_SUMMARY")
@@ -58,9 +58,11 @@ def finish(
     return comparison.exit_code
 
 
-def _write(plan: Plan, folder: RunFolder, comparison: Comparison) -> str:
+def _write(plan: Plan, folder: RunFolder, comparison: Comparison, baseline: Baseline | None) -> str:
     """The summary, and after it the verdict. Done before a tracker is asked, so that a hanging one loses neither."""
-    summary = render(comparison, plan=plan.to_dict(), run_folder=folder.path)
+    summary = render(
+        comparison, plan=plan.to_dict(), run_folder=folder.path, records=folder.records(), baseline=baseline
+    )
     write_text(folder.summary_path, summary)
     write_text(folder.path / "junit.xml", junit.render(comparison))
     write_json(folder.verdict_path, comparison.to_json())

@@ -32,16 +32,18 @@ def main(args: argparse.Namespace) -> int:
 
         write_json(args.benchmark_json, to_pytest_benchmark(run.records()))
         print(args.benchmark_json)
-    if args.markdown is None:
-        if args.html is None and args.png is None and args.benchmark_json is None:
-            from ndbench.report.files import history_of
+    if args.markdown is None and (args.html or args.png or args.benchmark_json) is not None:
+        return 0
+    from ndbench.report.files import history_of
 
-            baseline, remarks = history_of(run, run.records(), comparison, args.results_dir, args.baseline, fetch=False)
-            print_comparison(comparison, run, baseline, remarks=remarks, draw=True)
+    records = run.records()
+    baseline, remarks = history_of(run, records, comparison, args.results_dir, args.baseline, fetch=False)
+    if args.markdown is None:
+        print_comparison(comparison, run, baseline, remarks=remarks, draw=True)
         return 0
     from ndbench.report.markdown import render
 
-    text = render(comparison, plan=plan, run_folder=run.path)
+    text = render(comparison, plan=plan, run_folder=run.path, records=records, baseline=baseline)
     if args.markdown == "-":
         print(text)
     else:

@@ -97,6 +97,13 @@ def test_every_report_has_the_headline_the_figures_the_reasons_and_the_commands(
         assert fact in text or fact.replace(">", "&gt;") in text, fact
 
 
+def test_the_summary_says_since_when() -> None:
+    head, baseline = repeats(seconds=0.3), baseline_of(*[repeats()] * 3)
+    text = markdown.render(decide(head, baseline), plan=the_plan(head), records=head, baseline=baseline)
+    assert "- since: after session s002 (2026-11-12, commit aaaaaaaaaa); here aaaaaaaaaa" in text
+    assert "- since" not in markdown.render(decide(repeats(), baseline), records=head, baseline=baseline)
+
+
 def test_a_layout_that_another_beats_in_speed_and_memory_is_not_on_the_pareto_front() -> None:
     front = ranking.layouts(the_comparison(), the_plan(the_head()))[1]
     assert front.endswith("memory: ddp8 (40,960 tokens/s, 300.00 MiB), fsdp8 (20,480 tokens/s, 100.00 MiB)")
