@@ -24,8 +24,8 @@ from ndbench.gate.stored import compare_run
 from ndbench.report.tracker import push_run
 from ndbench.results.store import RunFolder
 
-CELL = ["model=llama_tiny", "world_size=1", "training.global_batch_size=1", "training.sequence_length=32"]
-"""One rank, for what ranks spend on waiting for each other would only add noise; and many short steps."""
+CELL = ["model=llama_tiny", "world_size=2", "parallelism.dp_shard_size=2", "training.global_batch_size=8"]
+"""Two ranks of one thread each: a rank with threads of its own burns CPU time while its threads wait for cores."""
 QUANTITIES = {"tokens_per_second": "wall time", "cpu_seconds_per_step": "CPU time"}
 
 
