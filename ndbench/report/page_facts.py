@@ -281,16 +281,8 @@ def history_points(cell: Measured, baseline: Baseline | None) -> list[Point]:
     for session in baseline.history(cell.name):
         marks = ("new level",) * (cell.name in session.restarted) + ("improved",) * (cell.name in session.improved)
         values = Measured(cell.name, "", {}, session.cells[cell.name]).values("tokens_per_second")
-        points.append(
-            Point(
-                session.session,
-                _day(session.accepted),
-                values,
-                ", ".join(marks),
-                session.reason,
-                moved.get(session.session),
-            )
-        )
+        change = moved.get(session.session)
+        points.append(Point(session.session, _day(session.accepted), values, ", ".join(marks), session.reason, change))
     if not points:
         return []
     return [*points, Point(HERE, HERE, cell.values("tokens_per_second"))]
