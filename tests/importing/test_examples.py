@@ -14,6 +14,8 @@ from ndbench.importing.findings import LOST
 from ndbench.importing.reading import flattened
 from ndbench.importing.translate import Imported, import_file
 from ndbench.matrix.keys import get_value, typed
+from ndbench.matrix.overrides import parse_overrides
+from ndbench.matrix.sources import find_sources
 from tests.cli.conftest import Command
 from tests.importing.conftest import config_of
 
@@ -113,6 +115,17 @@ def test_no_reason_is_missing_where_something_is_lost() -> None:
     for path in FILES:
         for finding in import_file(path).findings:
             assert finding.why or finding.status != LOST, finding
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.stem.startswith("axolotl")], ids=lambda path: path.stem
+)
+def test_the_line_for_training_has_only_keys_that_there_are(path: Path) -> None:
+    line = import_file(path).train_command
+    assert line.startswith("ndbench train ")
+    request = parse_overrides(shlex.split(line)[2:], find_sources())
+    assert request.values["checkpoint.dir"].startswith("./outputs/")
+    assert request.values["evaluation.fraction"] == 0.02
 
 
 def test_a_run_of_several_steps_is_another_line_for_training() -> None:
