@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -26,6 +27,13 @@ def action() -> dict[str, Any]:
     return described
 
 
+@cache
+def installed() -> str:
+    """Where this interpreter has ndbench from, outside of any checkout."""
+    command = [sys.executable, "-c", "import ndbench; print(ndbench.__path__[0])"]
+    return subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+
+
 class Runner:
     """As much of GitHub's runner as the action's steps need."""
 
@@ -37,6 +45,9 @@ class Runner:
     def run(self, only: str | None = None, **inputs: str) -> tuple[int, dict[str, str]]:
         """(exit code of the first step that fails or 0, outputs); ``only`` is the id of a step to run by itself."""
         described = action()
+        if only is None:
+            # the action's first step installs: never from one checkout over another's in the tests' own interpreter
+            assert installed() == str(ROOT / "ndbench"), f"ndbench is {installed()}: pip install -e {ROOT}"
         given = {name.replace("_", "-"): value for name, value in inputs.items()}
         unknown = set(given) - set(described["inputs"])
         assert not unknown, f"the action has no input {unknown}"
