@@ -198,6 +198,17 @@ def test_zero_variance_does_not_hide_a_slowdown() -> None:
     assert said(decide(repeats(seconds=0.2), baseline_of(repeats(seconds=0.1)))) == ("inconclusive", 0)
 
 
+def test_a_warm_up_that_was_too_short_is_no_pass() -> None:
+    """samyama-graph#752, llama.cpp#21282."""
+    head, baseline = repeats(), baseline_of(*[repeats()] * 3)
+    assert said(decide(head, baseline)) == ("pass", 0)
+    head[0]["steps"]["steady"] = False
+    assert said(decide(head, baseline)) == ("inconclusive", 0)
+    assert said(decide(head, baseline, gate=GateConfig(fail_on_inconclusive=True))) == ("inconclusive", 5)
+    far = [*head[:2], not_ok("invalid", repeat=2, reason="not steady: step time changed by +140%")]
+    assert said(decide(far, baseline)) == ("invalid", 3)
+
+
 def test_memory_is_the_worst_rank_not_the_sum_and_not_the_device() -> None:
     """optimum-benchmark#123, #154."""
     memory = {"allocated": [100 * MIB] * 7 + [150 * MIB], "reserved": None, "device": [900 * MIB] * 8, "rss": None}
