@@ -31,13 +31,15 @@ N, M, AT = 5, 4, 4
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{number} times {number} is {number * number}. " for number in range(40)))
-    return str(path)
+def text(tmp_path: Path) -> list[str]:
+    """Files of 20 to 110 bytes."""
+    files = [tmp_path / f"{number}.txt" for number in range(16)]
+    for number, file in enumerate(files):
+        file.write_text("".join(f"{number} times {n} is {number * n}. " for n in range(1 + number * 7 % 6)))
+    return [str(file) for file in files]
 
 
-def config(text: str, parallelism: ParallelismConfig, **changes: Any) -> Config:
+def config(text: list[str], parallelism: ParallelismConfig, **changes: Any) -> Config:
     """Eight sequences of 16 bytes a step in micro-steps of one, of a text with about 40 such sequences an epoch."""
     return Config(
         model=MODEL,
@@ -51,7 +53,7 @@ def config(text: str, parallelism: ParallelismConfig, **changes: Any) -> Config:
             schedule="cosine",
             warmup_steps=2,
         ),
-        data=DataConfig(name="text", files=[text], valid_fraction=0.7),
+        data=DataConfig(name="text", files=text, valid_fraction=0.7),
         evaluation=EvaluationConfig(every=3, batches=1, fraction=0.1),
         world_size=parallelism.world_size,
         **({"checkpoint": CheckpointConfig(every=2)} | changes),
@@ -68,7 +70,9 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_killed_run_goes_on_bit_for_bit_and_reads_no_sequence_twice(name: str, text: str, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_bit_for_bit_and_reads_no_sequence_twice(
+    name: str, text: list[str], tmp_path: Path
+) -> None:
     made = config(text, LAYOUTS[name])
     ranks = pool(LAYOUTS[name].world_size)
     whole = ranks.run(tasks.train, made, str(tmp_path / "whole"))
@@ -89,7 +93,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_reads_no_sequence_twice(name: str,
     assert resumed[0]["outcome"].checkpoint == str(tmp_path / "cut" / f"step-{N + M:08d}")
 
 
-def test_a_checkpoint_of_other_data_is_refused_and_left_alone(text: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_data_is_refused_and_left_alone(text: list[str], tmp_path: Path) -> None:
     made = config(text, layout())
     pool(1).run(tasks.train, made, str(tmp_path / "run"))
     before = sorted(path.name for path in (tmp_path / "run").iterdir())
@@ -99,7 +103,7 @@ def test_a_checkpoint_of_other_data_is_refused_and_left_alone(text: str, tmp_pat
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
 
 
-def test_a_loss_that_is_no_number_ends_the_run_before_a_checkpoint_of_it(text: str, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_ends_the_run_before_a_checkpoint_of_it(text: list[str], tmp_path: Path) -> None:
     made = config(text, layout())
     made.training = dataclasses.replace(made.training, learning_rate=1e38, max_grad_norm=None, warmup_steps=0)
     with pytest.raises(RuntimeError, match=r"is (nan|inf) at step 2: nothing sound comes after it"):
@@ -107,30 +111,34 @@ def test_a_loss_that_is_no_number_ends_the_run_before_a_checkpoint_of_it(text: s
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_evaluation_is_the_mean_over_tokens_for_every_layout(text: str) -> None:
+@pytest.mark.parametrize(("documents", "chunk"), [("stream", None), ("packed", 3), ("padded", None)])
+def test_evaluation_is_the_mean_over_tokens_for_every_layout(
+    documents: str, chunk: int | None, text: list[str]
+) -> None:
     """The validation text has fewer sequences than the batches asked for, and they have different numbers of labels."""
     made = config(text, layout())
     made.model = dataclasses.replace(MODEL, initializer_range=0.2)
-    made.evaluation.fraction = 0.25
+    made.data.documents, made.evaluation.fraction = documents, 0.3 if documents == "padded" else 0.27
     _, held = build_split(made)
     assert held is not None
     assert held.sequences is not None
     assert 8 < held.sequences < 24
     assert held.sequences % 8, "the last batch is not full"
     model = reference.build(Case(made.model, training=made.training, weight_jitter=0.0))
-    inputs, labels, _, _ = held._rows(0, held.sequences)
+    inputs, labels, positions, ids = (None if x is None else torch.from_numpy(x) for x in held._rows(0, held.sequences))
     with torch.no_grad():
-        logits = model(input_ids=torch.from_numpy(inputs)).logits
-    expected = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(labels).flatten(), ignore_index=IGNORED)
-    tokens = int((labels != IGNORED).sum())
+        logits = model(
+            input_ids=inputs, position_ids=positions, **({} if ids is None else {"document_ids": ids})
+        ).logits
+    assert labels is not None
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    made.training.loss_chunk_size = chunk
     for parallelism in (layout(), *LAYOUTS.values()):
-        for chunk in (None, 3):
-            made.parallelism = parallelism
-            made.training.loss_chunk_size = chunk
-            for loss, counted, as_without in pool(parallelism.world_size).run(tasks.evaluated, made, 3):
-                assert loss == pytest.approx(float(expected), rel=1e-6), parallelism.layout
-                assert counted == tokens
-                assert as_without == [True, True], "evaluation leaves no trace in training"
+        made.parallelism = parallelism
+        for loss, counted, as_without in pool(parallelism.world_size).run(tasks.evaluated, made, 3):
+            assert loss == pytest.approx(float(expected), rel=1e-6), parallelism.layout
+            assert counted == int((labels != IGNORED).sum())
+            assert as_without == [True, True], "evaluation leaves no trace in training"
 
 
 def test_eight_ranks_learn_the_curve_of_one_process_and_one_goes_on_where_eight_stopped(tmp_path: Path) -> None:
@@ -159,7 +167,7 @@ def test_eight_ranks_learn_the_curve_of_one_process_and_one_goes_on_where_eight_
         assert other[-1]["validation_loss"] == pytest.approx(one["outcome"].validation_loss, abs=1e-4)
 
 
-def test_training_begins_with_the_weights_of_a_hugging_face_folder(text: str, tmp_path: Path) -> None:
+def test_training_begins_with_the_weights_of_a_hugging_face_folder(text: list[str], tmp_path: Path) -> None:
     made = config(text, layout(), checkpoint=CheckpointConfig(mode="hf"))
     made.training.steps = 2
     trained = pool(1).run(tasks.train, made, str(tmp_path / "run"))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,8 @@ def train(config: Config, folder: str | None, kill_before: int | None = None) ->
     place = None if folder is None else Path(folder)
     trainer = Trainer(config, mesh, CPU, data, validation, folder=place, control=Control(stop=stop))
     began, outcome = trainer.step, None
-    try:
+    with contextlib.suppress(Killed):
         outcome = trainer.run()
-    except Killed:
-        trainer._checkpoints.wait() if trainer._checkpoints is not None and config.checkpoint.mode != "async" else None
     found = {
         "began": began,
         "read": read,
