@@ -20,6 +20,7 @@ adopt_orphans()
 warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")
 
 if threading.current_thread() is threading.main_thread():
-    # A scheduler's SIGTERM goes to every process of a job: without their server, ranks look as if they had died.
-    # A rank puts the signal's own meaning back.
+    # A scheduler's SIGTERM, and a terminal's SIGHUP, go to every process of a job: without their server, ranks look as
+    # if they had died. A rank puts SIGTERM's own meaning back; SIGHUP is the parent's to answer.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
