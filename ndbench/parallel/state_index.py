@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,17 +169,26 @@ def _read_marker(folder: Path) -> dict[str, Any] | None:
     raise CheckpointError(f"{path} has format {version!r}, this version reads {FORMAT}")
 
 
-def whole_checkpoints(parent: Path) -> list[tuple[int, Path]]:
+def whole_checkpoints(parent: Path, damaged: Callable[[CheckpointError], None] | None = None) -> list[tuple[int, Path]]:
     """The checkpoints in ``parent`` with the serial number they were completed as, oldest first.
 
-    Only those that have their marker. Raises :class:`CheckpointError` for a marker that cannot be read: which one is
-    the newest is then not known.
+    Only those that have their marker. One that cannot be read is given to ``damaged``; without it
+    :class:`CheckpointError` is raised: which one is the newest is then not known.
     """
     if not parent.is_dir():
         return []
     found = []
     for folder in parent.iterdir():
-        if NAME.fullmatch(folder.name) and (marker := _read_marker(folder)) is not None:
+        if not NAME.fullmatch(folder.name):
+            continue
+        try:
+            marker = _read_marker(folder)
+        except CheckpointError as error:
+            if damaged is None:
+                raise
+            damaged(error)
+            continue
+        if marker is not None:
             found.append((marker["serial"], folder))
     return sorted(found)
 

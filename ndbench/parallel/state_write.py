@@ -94,7 +94,8 @@ def complete(draft: Path, rest: dict[str, Any], ranks: int, keep: int, wait: Cal
         with names_file(path):
             parts.append(json.loads(path.read_bytes()))
             path.unlink()
-    older = whole_checkpoints(draft.parent)
+    # A damaged old one is left alone; it must not keep new ones from being written.
+    older = whole_checkpoints(draft.parent, damaged=lambda error: warnings.warn(str(error), stacklevel=2))
     serial = older[-1][0] + 1 if older else 1
     write_index(draft, {**rest, **merge(parts), "random": [part["random"] for part in parts]}, serial)
     sync_folder(draft)

@@ -78,6 +78,17 @@ def test_the_last_ones_saved_are_kept(mode: str, tmp_path: Path) -> None:
     assert found == ["log.jsonl", "step-00000007", "step-00000015", "step-00000030"]
 
 
+def test_a_damaged_marker_of_an_old_one_keeps_no_new_one_from_being_written(tmp_path: Path) -> None:
+    """It is left alone, and told when somebody asks which is the newest."""
+    pool(2).run(ranks.save_steps, CASE, tmp_path, "sharded", 1, [10])
+    marker = tmp_path / "step-00000010" / "complete.json"
+    marker.write_text(marker.read_text().replace("{", "[", 1))
+    with pytest.raises(RuntimeError, match=r"step-00000010/complete\.json is damaged"):
+        pool(2).run(ranks.save_steps, CASE, tmp_path, "sharded", 1, [20])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000020"]
+    assert pool(2).run(ranks.refused, CASE, tmp_path / "step-00000020")[0][0] == "loaded"
+
+
 def test_an_async_save_lets_training_go_on_and_keeps_the_numbers_of_its_step(tmp_path: Path) -> None:
     for stall, complete, value in pool(2).run(ranks.save_without_wait, CASE, tmp_path, 1.0):
         assert stall < 0.8
