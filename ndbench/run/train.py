@@ -78,6 +78,10 @@ def the_cell(words: Sequence[str], config_dir: Path | None) -> Cell:
     if config.engine.name != "ndbench":
         raise ValueError(f"train is the bundled engine's: engine={config.engine.name} has a loop of its own")
     check_tracker(config.tracker)
+    if config.evaluation.every is not None and config.evaluation.fraction == 0:
+        raise ValueError(
+            f"evaluation.every={config.evaluation.every} needs evaluation.fraction above 0: nothing is held out"
+        )
     _, refused = ask_engines([cell])
     if refused:
         raise ValueError(f"{cell.name}: {refused[0][1]}")

@@ -84,6 +84,7 @@ class Trainer:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._agreement = _host_group(device, self.control.agree_timeout)
         self._results: list[tuple[dict[str, Any], StepResult]] = []
+        self._since = time.perf_counter()
         self._validation_loss: float | None = None
         self._checkpoints: Checkpoints | None = None
         self._data = train.identity
@@ -104,7 +105,7 @@ class Trainer:
         """Train to ``training.steps``, or until a stop is asked for, which ends with a checkpoint too."""
         steps, evaluation, every = self.config.training.steps, self.config.evaluation, self.config.checkpoint.every
         saved, stopped = self.step, 0
-        fetched = time.monotonic()
+        self._since = time.perf_counter()
         while self.step < steps:
             stopped, memory = self._agree()
             if stopped:
@@ -113,7 +114,7 @@ class Trainer:
             last = self.step == steps
             due = last or (evaluation.every is not None and self.step % evaluation.every == 0)
             save = self._checkpoints is not None and (last or (every is not None and self.step % every == 0))
-            if due or save or self.device.type == "cpu" or time.monotonic() - fetched > SETTLE_SECONDS:
+            if due or save or self.device.type == "cpu" or time.perf_counter() - self._since > SETTLE_SECONDS:
                 lines = self._fetch()
                 if due and self.validation is not None:
                     self._evaluate(lines)
@@ -121,7 +122,7 @@ class Trainer:
                     self._save(lines)
                     saved = self.step
                 self._write(lines)
-                fetched = time.monotonic()
+                self._since = time.perf_counter()
         lines = self._fetch()
         if self._checkpoints is not None:
             if saved < self.step:
@@ -134,7 +135,6 @@ class Trainer:
         return Outcome(self.step, stopped, self._validation_loss, None if newest is None else str(newest))
 
     def _one_step(self, memory: int) -> None:
-        began = time.perf_counter()
         training, mesh = self.config.training, self.mesh
         # Dropout and the like: the ranks of a tp group compute the same thing and draw the same numbers.
         drawn = mesh.batch_rank * mesh.config.cp_size + mesh.cp.get_local_rank()
@@ -146,15 +146,8 @@ class Trainer:
         self.sequences += training.global_batch_size
         if self._rank == 0:
             rate = self._engine.stepper.optimizer.optimizer.param_groups[0].get("lr")
-            seconds = time.perf_counter() - began
-            line = {
-                "step": self.step,
-                "learning_rate": None if rate is None else float(rate),
-                "seconds": seconds,
-                "tokens_per_second": self.train.tokens_per_step / seconds,
-                "memory_bytes": memory,
-                "epoch": epoch,
-            }
+            rate = None if rate is None else float(rate)
+            line = {"step": self.step, "learning_rate": rate, "memory_bytes": memory, "epoch": epoch}
             self._results.append((line, result))
         self.control.beat()
 
@@ -174,6 +167,10 @@ class Trainer:
             tokens = None if result.tokens is None else int(result.tokens)
             lines.append({"step": line["step"], "loss": float(result.loss), "grad_norm": norm, "tokens": tokens} | line)
         self._results.clear()
+        # Only now are the steps known to be done: on a GPU they share the time since the last call.
+        seconds = (time.perf_counter() - self._since) / max(len(lines), 1)
+        for line in lines:
+            line |= {"seconds": seconds, "tokens_per_second": self.train.tokens_per_step / seconds}
         for line in lines:
             for name in ("loss", "grad_norm"):
                 if line[name] is not None and not math.isfinite(line[name]):

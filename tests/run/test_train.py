@@ -34,7 +34,7 @@ TINY = [
     "training.warmup_steps=5",
     "hardware=cpu",
 ]
-STEPS, EVERY = 80, 5
+STEPS, EVERY = 60, 5
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +158,7 @@ def test_a_rank_that_goes_wrong_ends_the_run_with_its_reason(
         (["checkpoint.dir=a", "resume=b/step-00000007"], "b/step-00000007 is not a folder"),
         (["checkpoint.dir=/proc/x"], "folder /proc/x cannot be written"),
         (["checkpoint.mode=pickle"], "sharded, async, full, hf"),
+        (["evaluation.every=9", "evaluation.fraction=0"], "evaluation.every=9 needs evaluation.fraction above 0"),
         (["evaluation.fraction=0.7"], "evaluation.fraction=0.7 must be at most 0.5"),
         (["data.max_bytes=600"], r"validation part"),
         (["training.precision=fp8", "hardware=cpu"], "fp8"),
