@@ -155,10 +155,10 @@ def everything_below(folder: Path) -> bytes:
 
 
 KINDS = {
-    "no network": ("did not finish within 3 s", 0.3, 1),
+    "no network": ("did not finish within 2 s", 0.3, 1),
     "service not starting": ("Failed to read port info", 0.3, 1),
     "key refused": ("401", 0.1, 0),
-    "service hanging": ("did not finish within 3 s", 0.1, 0),
+    "service hanging": ("did not finish within 2 s", 0.1, 0),
     "disk full": ("No space left on device", 0.1, 0),
     "no answer": ("tracker: ", 0.3, 1),
     "key in the error": ("invalid key [hidden]", 0.1, 0),
@@ -183,7 +183,7 @@ def test_a_tracker_that_fails_is_a_warning_and_changes_neither_numbers_nor_exit_
         pytest.importorskip("wandb")
     if kind in ("no network", "service hanging"):
         path = find_run(RUN, results).plan_path
-        path.write_text(path.read_text().replace('"timeout": 20', '"timeout": 3'))
+        path.write_text(path.read_text().replace('"timeout": 20', '"timeout": 2'))
     if kind == "no network":
         monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     elif kind == "service not starting":
