@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from ndbench.matrix.expand import expand
@@ -63,6 +65,39 @@ def test_a_gpu_suite_gives_each_device_two_sequences(devices: int) -> None:
         assert cell.config.training.global_batch_size == 2 * devices
 
 
+H200 = {
+    ("h200_x1", 1): {"single-8k", "single-8k_x2", "single-128k"},
+    ("h200_x2", 2): {"ddp2-1b_8k", "fsdp2-1b_8k", "tp2-1b_8k", "cp2-1b_32k", "fsdp2-8b_8k", "cp2-8b_128k"},
+    ("h200_x8", 8): {"fsdp8-8b_8k", "hsdp2x2_tp2-1b_8k", "fsdp2_cp2_tp2-8b_128k"},
+    ("h200_x8", 4): {"fsdp4-8b_8k", "ddp2_tp2-1b_8k", "cp4-8b_128k"},
+}
+
+
+@pytest.mark.parametrize(("suite", "devices"), H200)
+def test_the_suites_for_h200_hold_their_cells_and_all_of_them_fit(suite: str, devices: int) -> None:
+    matrix = expand([f"suite={suite}", f"hardware=h200_x{devices}"], here=False)
+    assert {cell.name for cell in matrix.cells} >= H200[suite, devices]
+    assert not matrix.skipped
+    assert {cell.world_size for cell in matrix.cells} == {devices}
+    for cell in matrix.cells:
+        assert cell.config.training.global_batch_size == cell.parallelism.batch_size * (2 if "_x2" in cell.name else 1)
+        assert cell.config.training.deterministic is False
+
+
+def test_peers_are_the_same_cell_but_for_the_engine() -> None:
+    matrix = expand(["suite=peers", "hardware=h200_x2"], here=False)
+    cells = [*matrix.cells, *(cell for cell, _ in matrix.skipped)]
+    assert {(cell.parallelism.layout, cell.config.engine.name) for cell in cells} == {
+        (layout, engine) for layout in ("ddp2", "fsdp2", "tp2", "cp2") for engine in ("ndbench", *PEERS)
+    }
+    for layout in ("ddp2", "cp2"):
+        same = [cell.config for cell in cells if cell.parallelism.layout == layout]
+        assert all(config.training == same[0].training and config.model == same[0].model for config in same)
+        assert same[0].training.sequence_length == (32768 if layout == "cp2" else 8192)
+
+
+PEERS = ("accelerate", "torchtitan")
+
 EXTRA = {
     ("model", "custom"): ["model.target=collections:OrderedDict", "model.vocab_size=8"],
     ("engine", "command"): ["engine.command=true"],
@@ -76,7 +111,12 @@ EXTRA = {
     [(group, name) for group in GROUPS if group != "suite" for name in find_sources().names(group)],
 )
 def test_every_shipped_file_makes_a_cell(group: str, name: str) -> None:
-    matrix = expand([f"{group}={name}", *EXTRA.get((group, name), [])], here=False)
+    overrides = [f"{group}={name}", *EXTRA.get((group, name), [])]
+    if group == "engine" and name in PEERS and importlib.util.find_spec(name) is None:
+        with pytest.raises(ValueError, match=f"engine={name} needs the package {name}: pip install"):
+            expand(overrides, here=False)
+        return
+    matrix = expand(overrides, here=False)
     assert len(matrix.cells) + len(matrix.skipped) == 1
 
 

@@ -1,0 +1,282 @@
+"""``engine=accelerate``: the same cell trained through Hugging Face Accelerate, by our runner and clock.
+
+Accelerate chooses how: DDP, FSDP2, its TP and CP, regional compilation. The model, its starting weights, the data, the
+optimizer and the meaning of a step are those of the bundled engine. What Accelerate refuses is refused in its words.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import tempfile
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from ndbench.engines.protocol import Batch, StepResult
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ndbench.config import Cell, ModelConfig, TrainingConfig
+    from ndbench.parallel.config import ParallelismConfig
+    from ndbench.parallel.mesh import Mesh
+
+
+class AccelerateEngine:
+    """``cp_strategy`` is how Accelerate's CP rotates keys and values: ``allgather`` or ``alltoall``.
+
+    ``training.loss_chunk_size`` and the options of our own axes (``sequence_parallel``, ...) do not apply to it.
+    """
+
+    def __init__(self, cp_strategy: str = "allgather") -> None:
+        self.cp_strategy = cp_strategy
+        self.model: nn.Module | None = None
+        self._facts: dict[str, Any] = {}
+
+    def refuse(self, cell: Cell) -> str | None:
+        """Why this engine cannot run ``cell``; needs neither torch nor Accelerate's code."""
+        if importlib.util.find_spec("accelerate") is None:
+            return "engine=accelerate needs the package accelerate: pip install 'ndbench[accelerate]'"
+        return "; ".join(peer_refusals(cell, "accelerate")) or None
+
+    def refuse_plan(self, cell: Cell) -> str | None:
+        """Accelerate's own word on the layout."""
+        layout = cell.parallelism
+        try:
+            made = _parallelism(layout, self.cp_strategy)
+            if layout.tp_size > 1 and layout.fsdp_size > 1:
+                getattr(importlib.import_module("transformers.integrations.tensor_parallel"), "ReplicateParallel")  # noqa: B009
+            if made is not None and cell.config.hardware.device == "cpu" and not _only_sharded(layout):
+                _validate_on_cpu(made, cell.world_size)
+        except (ValueError, AttributeError) as error:  # it imports a name of transformers that some versions lack
+            return "accelerate: " + " ".join(str(error).split())
+        return None
+
+    def setup(self, cell: Cell, mesh: Mesh) -> None:
+        import accelerate
+        import torch
+        from accelerate.utils import DistributedDataParallelKwargs, TorchDynamoPlugin
+
+        training, layout = cell.config.training, cell.parallelism
+        torch.use_deterministic_algorithms(training.deterministic, warn_only=True)
+        cuda = mesh.device_type == "cuda"
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
+        sharded = layout.fsdp_size > 1
+        if sharded and not cuda:
+            _ranks_are_devices()
+        options: dict[str, Any] = {}
+        if sharded:
+            options["fsdp_plugin"] = _fsdp_plugin(training, layout)
+        if training.compile:
+            options["dynamo_plugin"] = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+        self.accelerator = accelerate.Accelerator(
+            cpu=not cuda,
+            mixed_precision="bf16" if training.precision == "bf16" else "no",
+            parallelism_config=_parallelism(layout, self.cp_strategy),
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+            **options,
+        )
+        tp_mesh = self.accelerator.torch_device_mesh["tp"] if layout.tp_size > 1 else None
+        model = _model(cell.config.model, training, device, tp_mesh)
+        if training.activation_checkpointing == "full" and not sharded:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        self._train(cell, mesh, model)
+        self._facts = {
+            "accelerate": accelerate.__version__,
+            "distributed_type": str(self.accelerator.distributed_type.value),
+            "attention_kernel": "sdpa",
+        }
+
+    def _train(self, cell: Cell, mesh: Mesh, model: nn.Module) -> None:
+        from ndbench.training.optimizer import optimizer_class
+        from ndbench.training.schedule import schedule_factors
+
+        training, layout = cell.config.training, cell.parallelism
+        kind, options = optimizer_class(training)
+        # Under TP transformers leaves norms plain, and a fused update takes one kind of tensor at a time.
+        kinds: dict[type, list[Any]] = {}
+        for parameter in model.parameters():
+            kinds.setdefault(type(parameter.data), []).append(parameter)
+        optimizer = kind([{"params": parameters} for parameters in kinds.values()], **options)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._factor, self._taken = schedule_factors(training), 0
+        self._mesh, self._limit, self._micro = mesh, training.max_grad_norm, training.micro_batch_size
+        # DDP and FSDP take the mean over the ranks that share the parameters' gradient; a step's loss is a sum.
+        self._averaged = layout.batch_size * layout.cp_size
+
+    def step(self, batch: Batch) -> StepResult:
+        import torch
+        import torch.distributed as dist
+
+        assert self.model is not None, "setup comes first"
+        tokens = (batch.labels != -100).sum()
+        group = self._mesh.batch.get_group() if self._mesh.batch.size() > 1 else None
+        if group is not None:
+            dist.all_reduce(tokens, group=group)
+        divisor = tokens.clamp(min=1).to(torch.float32)
+        rows = len(batch.labels)
+        size = self._micro or rows
+        total = torch.zeros((), dtype=torch.float32, device=batch.labels.device)
+        for start in range(0, rows, size):
+            part = slice(start, start + size)
+            last = start + size >= rows
+            synced = nullcontext() if last else self.accelerator.no_sync(self.model)
+            pieces = [x[part].clone() for x in (batch.input_ids, batch.labels, batch.position_ids)]
+            with synced, self._sharing(pieces):
+                loss = self._loss_sum(*pieces)
+                self.accelerator.backward(loss * (self._averaged / divisor))
+            total += loss.detach()
+        limit = float("inf") if self._limit is None else self._limit
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
+        for options, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            options["lr"] = rate * self._factor(self._taken)
+        self._taken += 1
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self._mesh.loss.size() > 1:
+            dist.all_reduce(total, group=self._mesh.loss.get_group())
+        return StepResult(total / divisor, norm.full_tensor() if hasattr(norm, "full_tensor") else norm, tokens)
+
+    def _sharing(self, pieces: list[torch.Tensor]) -> AbstractContextManager[Any]:
+        """Inside, each cp rank has its part of the sequence."""
+        if self._mesh.config.cp_size == 1:
+            return nullcontext()
+        shared: AbstractContextManager[Any] = self.accelerator.maybe_context_parallel(
+            buffers=pieces, buffer_seq_dims=[1] * len(pieces), no_restore_buffers=set(pieces)
+        )
+        return shared
+
+    def _loss_sum(self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        import torch.nn.functional as F
+
+        assert self.model is not None
+        logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
+
+    def close(self) -> None:
+        from accelerate.state import AcceleratorState, GradientState
+
+        self.model = self.optimizer = self.accelerator = None
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+    def info(self) -> dict[str, Any]:
+        """Facts for the record."""
+        return dict(self._facts)
+
+
+def peer_refusals(cell: Cell, name: str) -> list[str]:
+    """What another trainer is not asked to do here, one line each with the numbers."""
+    training, layout, model = cell.config.training, cell.parallelism, cell.config.model
+    reasons = [*layout.refuse(model, training)]
+    if training.precision not in ("fp32", "bf16"):
+        reasons.append(f"precision '{training.precision}' is not implemented for {name}; implemented: fp32, bf16")
+    if training.activation_checkpointing not in ("none", "full"):
+        reasons.append(f"activation_checkpointing '{training.activation_checkpointing}' is not offered by {name}")
+    if layout.cpu_offload:
+        reasons.append(f"cpu_offload is not implemented for {name}")
+    if layout.cp_size > 1 and layout.cp_method != "ring":
+        reasons.append(f"cp_method '{layout.cp_method}' is not implemented for {name}; implemented: ring")
+    if model.target is not None:
+        reasons.append(f"model.target={model.target} is not implemented for {name}, which needs a transformers model")
+    if training.max_grad_value is not None:
+        reasons.append(f"max_grad_value {training.max_grad_value} is not implemented for {name}")
+    if cell.config.data.documents == "packed":
+        reasons.append(f"data.documents=packed is not implemented for {name}")
+    return reasons
+
+
+def _only_sharded(layout: ParallelismConfig) -> bool:
+    return layout.tp_size == layout.cp_size == 1
+
+
+def _parallelism(layout: ParallelismConfig, cp_strategy: str) -> Any:
+    """Accelerate's ParallelismConfig; None for one rank and for plain DDP, which it wants without."""
+    from accelerate.utils import ParallelismConfig, TorchContextParallelConfig
+
+    if layout.dp_shard_size == layout.cp_size == layout.tp_size == 1:
+        return None
+    handler = TorchContextParallelConfig(cp_comm_strategy=cp_strategy) if layout.cp_size > 1 else None
+    return ParallelismConfig(**{f"{axis}_size": size for axis, size in layout.sizes.items()}, cp_handler=handler)
+
+
+def _validate_on_cpu(made: Any, ranks: int) -> None:
+    """Ask as an Accelerator of CPU ranks would; raises ``ValueError`` with its words."""
+    from accelerate.utils import DistributedType
+
+    made._validate_accelerator(
+        SimpleNamespace(
+            multi_device=False,
+            num_processes=ranks,
+            is_fsdp2=False,
+            is_main_process=True,
+            distributed_type=DistributedType.MULTI_CPU,
+        )
+    )
+
+
+def _ranks_are_devices() -> None:
+    """Accelerate keeps FSDP from CPU ranks; told that each is a device, it runs it, which rehearses a GPU's run."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def _fsdp_plugin(training: TrainingConfig, layout: ParallelismConfig) -> Any:
+    import torch
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    low = torch.bfloat16 if training.precision == "bf16" else None
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=layout.reshard_after_forward,
+        auto_wrap_policy="transformer_based_wrap",
+        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
+        activation_checkpointing=training.activation_checkpointing == "full",
+        cpu_ram_efficient_loading=False,
+    )
+
+
+def _model(config: ModelConfig, training: TrainingConfig, device: torch.device, tp_mesh: Any) -> Any:
+    """The bundled engine's model and starting weights, with transformers' own attention and, on ``tp_mesh``, its TP."""
+    from ndbench.parallel.initialize import Weights, fill, materialize
+    from ndbench.training.models import build_model
+
+    built = build_model(config)
+    model: Any = built.model
+    materialize(model, device, device)
+    std = float(getattr(model.config, "initializer_range", config.initializer_range))
+    fill(model, Weights(training.seed, std, 0.0, built.constants))
+    model.set_attn_implementation("sdpa")
+    return model if tp_mesh is None else _tensor_parallel(model, tp_mesh)
+
+
+def _tensor_parallel(model: Any, tp_mesh: Any) -> Any:
+    """transformers shards a model over tp while it reads a checkpoint, so it gets one to read."""
+    import torch
+    import torch.distributed as dist
+
+    folder = [tempfile.mkdtemp(prefix="ndbench-tp-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder, src=0)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    kind = type(model)
+    del model
+    made = kind.from_pretrained(
+        Path(folder[0]), tp_plan="auto", device_mesh=tp_mesh, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    dist.barrier()
+    if dist.get_rank() == 0:
+        import shutil
+
+        shutil.rmtree(folder[0], ignore_errors=True)
+    return made
