@@ -128,13 +128,17 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 def _launch(cell: Cell, folder: Path, scratch: Path, view: TrainingView, stack: ExitStack) -> int:
     from ndbench.run import launch as launching
+
+    config = cell.config
+    model_types = {config.model.model_type} if config.model.model_type else set()
+    launching.start_fork_server(model_types, config.launcher.start_method)
+    # The server loads torch while this process does.
     from ndbench.run.locks import device_locks
     from ndbench.run.progress import StepCounter
     from ndbench.run.repeat import DEVICE_WAIT_SECONDS, devices_of, keep_logs
     from ndbench.run.task import Task
     from ndbench.run.train_worker import OUTPUT, STOP, train_rank
 
-    config = cell.config
     if config.hardware.device != "cpu":  # ranks on a CPU share its cores with whoever is there anyway
         stack.enter_context(device_locks(devices_of(cell), DEVICE_WAIT_SECONDS, view.note))
     task = Task(
@@ -151,9 +155,6 @@ def _launch(cell: Cell, folder: Path, scratch: Path, view: TrainingView, stack: 
     (scratch / OUTPUT).write_text(str(folder.absolute()))
     beats = StepCounter(task.counter_path, create=True)
     asked = StepCounter(scratch / STOP, create=True)
-    launching.start_fork_server(
-        {config.model.model_type} if config.model.model_type else set(), config.launcher.start_method
-    )
     spared = frozenset(process.pid for process in launching.ranks_of_this_process())
     ended: list[launching.LaunchResult | BaseException] = []
 

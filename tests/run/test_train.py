@@ -22,19 +22,18 @@ ROOT = Path(__file__).parents[2]
 TINY = [
     "model=llama_tiny",
     "model.num_hidden_layers=1",
-    "parallelism=fsdp",
+    "parallelism=ddp",
     "world_size=2",
     "data=source",
     "data.max_bytes=60000",
     "training.sequence_length=32",
     "training.global_batch_size=4",
-    "training.micro_batch_size=1",
     "training.learning_rate=0.01",
     "training.schedule=cosine",
     "training.warmup_steps=5",
     "hardware=cpu",
 ]
-STEPS, EVERY = 60, 5
+STEPS, EVERY = 50, 5
 
 
 @pytest.fixture(autouse=True)
