@@ -23,7 +23,7 @@ from ndbench.engines.protocol import Engine, load_engine
 from ndbench.parallel.mesh import Mesh, build_mesh
 from ndbench.parallel.state import Checkpoints
 
-ROUNDS = 3
+ROUNDS = 5
 """Each operation is done so many times; the figure is the median."""
 ENOUGH_SECONDS = 20.0
 """An operation that has taken longer than this in all is not done again."""
