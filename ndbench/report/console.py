@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ndbench.compare.result import CellVerdict, Comparison
-from ndbench.report import facts, ranking
+from ndbench.report import facts, peers, ranking
 from ndbench.report.facts import Plan
 from ndbench.report.plain import ascii_text, is_plain
 from ndbench.results.schema import Record
@@ -102,6 +102,8 @@ def print_comparison(
         if draw:
             _draw(console, comparison, measured, plan, baseline)
         for text in ranking.layouts(comparison, plan) if not draw else ():
+            _print(console, _Line(text))
+        for text in peers.ratios(comparison, plan):
             _print(console, _Line(text))
         for kind, reason, names in facts.folded(plan):
             listed = f"{', '.join(names[:8])}{_more(names, 8)}"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ndbench.compare.result import CellVerdict, Comparison
-from ndbench.report import facts, page_facts, ranking
+from ndbench.report import facts, page_facts, peers, ranking
 from ndbench.report.facts import Plan
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline
@@ -108,7 +108,7 @@ def _page(
         parts.append("\n".join(f"- {escape(text)}" for text in remarks))
     if len(blocks) < total_blocks:
         parts.append(f"**The reasons of {total_blocks - len(blocks)} more cells** do not fit here: see `verdict.json`.")
-    layouts = ranking.layouts(comparison, plan)
+    layouts = [*ranking.layouts(comparison, plan), *peers.ratios(comparison, plan)]
     if layouts:
         parts.append("\n".join(f"- {escape(line)}" for line in layouts))
     away = facts.folded(plan)
