@@ -106,7 +106,11 @@ def rewrite(checkpoint: Path, change: Callable[[dict], None]) -> None:  # type: 
 
 
 def outside(content: dict) -> None:  # type: ignore[type-arg]
-    content["files"]["../../secret"] = content["files"].pop("rank00000.safetensors")
+    """A file that would fit, but not in the checkpoint's folder."""
+    content["files"]["../rank00000.safetensors"] = content["files"].pop("rank00000.safetensors")
+    for tensor in content["tensors"].values():
+        for piece in tensor["pieces"]:
+            piece[0] = piece[0].replace("rank00000", "../rank00000")
 
 
 def a_gap(content: dict) -> None:  # type: ignore[type-arg]
@@ -133,6 +137,7 @@ def no_random(content: dict) -> None:  # type: ignore[type-arg]
 @pytest.mark.parametrize("change", [outside, a_gap, another_piece_twice, a_wrong_type, a_negative_size, no_random])
 def test_an_index_that_was_tampered_with(change: Callable[[dict], None], checkpoint: Path) -> None:  # type: ignore[type-arg]
     rewrite(checkpoint, change)
+    shutil.copy(checkpoint / "rank00000.safetensors", checkpoint.parent)
     assert INDEX in refusal(checkpoint)
 
 

@@ -73,9 +73,10 @@ def test_the_last_ones_saved_are_kept(mode: str, tmp_path: Path) -> None:
     """By when they were saved, not by step: a run that went back to step 10 goes on from there."""
     (tmp_path / "log.jsonl").touch()
     (tmp_path / "step-00000007").mkdir()
-    pool(2).run(ranks.save_steps, CASE, tmp_path, mode, 2, [10, 20, 30, 15])
+    names = pool(2).run(ranks.save_steps, CASE, tmp_path, mode, 2, [10, 20, 30, 15, 16])
+    assert names[0] == [f"step-{step:08d}" for step in (10, 20, 30, 15, 16)]
     found = sorted(path.name for path in tmp_path.iterdir())
-    assert found == ["log.jsonl", "step-00000007", "step-00000015", "step-00000030"]
+    assert found == ["log.jsonl", "step-00000007", "step-00000015", "step-00000016"]
 
 
 def test_a_damaged_marker_of_an_old_one_keeps_no_new_one_from_being_written(tmp_path: Path) -> None:
