@@ -17,7 +17,7 @@ from ndbench.training.trainer import Outcome, Trainer
 LLAMA = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2}
 
 
-def main(steps: int = 40, device: str = "cpu", length: int = 4096, cp: int = 2) -> Outcome:
+def main(steps: int = 20, device: str = "cpu", length: int = 2048, cp: int = 2) -> Outcome:
     config = Config(
         model=ModelConfig(**LLAMA, num_attention_heads=8, num_key_value_heads=4),
         # ring attention: each rank holds 1 / cp of every sequence, keys and values go round
