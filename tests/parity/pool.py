@@ -116,6 +116,11 @@ class Pool:
         self.close()
         raise RuntimeError(message)
 
+    @property
+    def threads(self) -> int:
+        """Of the first rank: two or three a process group, which wake up a hundred times a second while it lives."""
+        return len(list(Path(f"/proc/{self._ranks[0][0].pid}/task").glob("*")))
+
     def close(self) -> None:
         """Kill every rank and remove what the pool wrote."""
         _pools.pop(self.world_size, None)
@@ -132,6 +137,16 @@ def pool(world_size: int) -> Pool:
     if world_size not in _pools:
         _pools[world_size] = Pool(world_size)
     return _pools[world_size]
+
+
+def close_crowded(threads: int) -> None:
+    """Kill the ranks of every pool with more than that many threads a rank.
+
+    A layout's groups live as long as the rank: those of all layouts together would keep two cores busy by themselves.
+    """
+    for each in list(_pools.values()):
+        if each.threads > threads:
+            each.close()
 
 
 @atexit.register

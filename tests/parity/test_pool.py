@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.parity import pool as pool_module
 from tests.parity import rank_tasks
 from tests.parity.pool import pool
 
@@ -26,3 +27,12 @@ def test_a_dead_rank_is_named() -> None:
 def test_a_hang_ends_at_the_time_limit_and_shows_where() -> None:
     with pytest.raises(RuntimeError, match=r"did not finish hang_on_rank_zero in 1 s(.|\n)*rank_tasks.py"):
         pool(2).run(rank_tasks.hang_on_rank_zero, timeout=1)
+
+
+def test_a_crowded_pool_is_closed_and_the_next_one_is_new() -> None:
+    here = pool(2)
+    pool_module.close_crowded(here.threads)
+    assert pool(2) is here
+    pool_module.close_crowded(here.threads - 1)
+    assert pool(2) is not here
+    assert pool(2).run(rank_tasks.rank_and_sum, 0) == [(0, 1), (1, 1)]
