@@ -179,5 +179,6 @@ def test_a_gradient_norm_at_some_steps_only_is_refused(tmp_path: Path) -> None:
 
 def test_ranks_that_end_without_a_report_have_failed(tmp_path: Path) -> None:
     task = Task(make_cell(), 0, 0, False, 0.0, tmp_path, os.getpid(), started=time.time())
-    result = launching._result(task, 2, 60.0, False, None, [])  # an engine that calls sys.exit(0)
+    watchdog = launching._Watchdog(60.0, frozenset())
+    result = launching._result(task, 2, watchdog, None, [])  # an engine that calls sys.exit(0)
     assert (result.outcome, result.reason) == ("failed", "2 of 2 ranks ended with exit code 0 before their report")
