@@ -7,9 +7,6 @@ A record is written as soon as its repeat has ended, so whatever ends the run lo
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +20,7 @@ from ndbench.results.sessions import Baseline, read_baseline
 from ndbench.results.store import RunFolder, find_run, hardware_folder
 from ndbench.run import launch as launching
 from ndbench.run.finish import finish
+from ndbench.run.folders import alone_in, check_writable
 from ndbench.run.plan import Plan
 from ndbench.run.repeat import Measurer
 from ndbench.run.same_environment import refuse_other_environment
@@ -33,7 +31,7 @@ def start_run(plan: Plan, results_dir: Path, *, max_failures: int | None, consol
 
     Raises ``ValueError`` before any process starts when the baseline cannot be read or the folder cannot be written.
     """
-    _check_writable(results_dir)
+    check_writable(results_dir, "results folder")
     baseline = _read_baseline(plan, results_dir)
     folder = RunFolder.create(results_dir, plan.run)
     plan.save(folder.plan_path)
@@ -43,35 +41,10 @@ def start_run(plan: Plan, results_dir: Path, *, max_failures: int | None, consol
 def resume_run(run: str, results_dir: Path, *, max_failures: int | None, console: Console) -> int:
     """Go on with a run that was ended in the middle: the same plan, only the repeats without a record."""
     folder = find_run(run, results_dir)
-    _check_writable(folder.path)
+    check_writable(folder.path, "results folder")
     plan = Plan.load(folder.plan_path)
     folder.records_dir.mkdir(exist_ok=True)  # an archive leaves out an empty one
     return _execute(plan, folder, _read_baseline(plan, results_dir), max_failures, console)
-
-
-@contextlib.contextmanager
-def _alone_in(folder: RunFolder) -> Iterator[None]:
-    """One process at a time measures into a run; the folder itself is the lock. Raises ``ValueError`` when one does."""
-    handle = os.open(folder.path, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"run {folder.path.name} is being measured by another process: wait for its end") from None
-        except OSError:
-            pass  # a file system without locks (Lustre as it is often mounted) must not stop a run
-        yield
-    finally:
-        os.close(handle)
-
-
-def _check_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as stream:
-            stream.write(b"ndbench")
-    except OSError as error:
-        raise ValueError(f"results folder {folder.absolute()} cannot be written: {error.strerror}") from error
 
 
 def _read_baseline(plan: Plan, results_dir: Path) -> Baseline | None:
@@ -87,7 +60,7 @@ def _read_baseline(plan: Plan, results_dir: Path) -> Baseline | None:
 def _execute(
     plan: Plan, folder: RunFolder, baseline: Baseline | None, max_failures: int | None, console: Console
 ) -> int:
-    with _alone_in(folder):
+    with alone_in(folder.path, f"run {folder.path.name} is being measured by another process: wait for its end"):
         stopped = _measure(plan, folder, max_failures, console)
         with _resumable(folder, lambda line: console.print(line, markup=False, soft_wrap=True)):  # pairs take minutes
             return finish(plan, folder, baseline, console, stopped=stopped)

@@ -7,7 +7,6 @@ and turns a signal into a stop after the step in flight. It computes nothing.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
@@ -28,6 +27,7 @@ from ndbench.report.tracker import check as check_tracker
 from ndbench.report.tracker import track_training
 from ndbench.report.training import TrainingView
 from ndbench.results.store import write_json
+from ndbench.run.folders import alone_in, check_writable
 from ndbench.run.plan import new_run_name
 from ndbench.run.start import ask_engines
 
@@ -49,7 +49,7 @@ def train(words: Sequence[str], config_dir: Path | None, console: Console) -> in
     from ndbench.training.data import prepare
 
     with ExitStack() as stack:
-        stack.enter_context(_alone_in(folder))
+        stack.enter_context(alone_in(folder, f"another process trains into {folder}: wait for its end"))
         scratch = Path(tempfile.mkdtemp(prefix="ndbench-train-"))
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         corpus = prepare(cell.config, scratch / "data")
@@ -98,32 +98,11 @@ def output_folder(cell: Cell) -> Path:
         folder = Path(config.results.dir) / "train" / new_run_name()
     else:
         folder = Path(config.checkpoint.dir).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as stream:
-            stream.write(b"ndbench")
-    except OSError as error:
-        raise ValueError(f"folder {folder.absolute()} cannot be written: {error.strerror}") from error
+    check_writable(folder, "folder")
     log = folder / "log.jsonl"
     if config.resume is None and ((log.is_file() and log.stat().st_size) or any(folder.glob("step-*"))):
         raise ValueError(f"{folder} holds a training run: resume=auto goes on with it, or name another checkpoint.dir")
     return folder
-
-
-@contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """One process at a time trains into a folder, which itself is the lock. Raises ``ValueError`` when one does."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process trains into {folder}: wait for its end") from None
-        except OSError:
-            pass  # a file system without locks must not stop a run
-        yield
-    finally:
-        os.close(handle)
 
 
 def _launch(cell: Cell, folder: Path, scratch: Path, view: TrainingView, stack: ExitStack) -> int:
