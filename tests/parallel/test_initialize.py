@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 
 from ndbench.parallel import initialize
 from ndbench.parallel.initialize import Weights
@@ -13,17 +16,45 @@ from tests.parity.cases import llama
 SHAPE = torch.Size([37, 5])
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
 def rows(weights: Weights, name: str, start: int, stop: int, shape: torch.Size = SHAPE) -> torch.Tensor:
     return torch.cat([values for _, values in weights.rows(name, shape, start, stop)])
 
 
-def test_a_slice_is_a_slice_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_slice_is_a_slice_of_the_whole(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(initialize, "ELEMENTS_A_DRAW", 40)
     weights = Weights(seed=0, std=1.0)
-    whole = rows(weights, "a.weight", 0, 37)
+    whole = weights.whole("a.weight", SHAPE, device)
+    assert whole.device.type == device
     for start, stop in ((0, 1), (3, 30), (8, 16), (36, 37), (20, 20)):
-        part = [values for _, values in weights.rows("a.weight", SHAPE, start, stop)]
+        part = [values for _, values in weights.rows("a.weight", SHAPE, start, stop, device)]
         assert torch.equal(torch.cat(part) if part else whole[:0], whole[start:stop])
+
+
+def test_weights_are_drawn_where_they_are_computed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that waits on the host for its GPU has the GPU's numbers; nothing is drawn on a CPU for a GPU."""
+    drawn: list[torch.device] = []
+
+    def rows(self: Weights, name: str, shape: torch.Size, start: int, stop: int, device: torch.device) -> object:
+        drawn.append(device)
+        return iter([])
+
+    monkeypatch.setattr(Weights, "rows", rows)
+    monkeypatch.setattr(initialize, "DTensor", FakeShard)
+    initialize.fill(nn.Linear(2, 2, bias=False, device="meta"), Weights(0, 1.0))
+    sharded = nn.Module()
+    sharded.weight = FakeShard(torch.empty(2, 2))
+    initialize.fill(sharded, Weights(0, 1.0))
+    assert [device.type for device in drawn] == ["meta", "cuda"]
+
+
+class FakeShard(nn.Parameter):
+    """On the host, sharded over GPUs."""
+
+    device_mesh = SimpleNamespace(device_type="cuda", ndim=0)
 
 
 def test_names_and_seeds_give_other_numbers() -> None:

@@ -24,9 +24,9 @@ def errors(case: Case, plant: Any = nullcontext, timeout: float = 120.0) -> dict
     return errors_of(case, pool(case.parallelism.world_size).run(ranks.train, case, plant, timeout=timeout))
 
 
-def errors_of(case: Case, results: list[dict[str, Any]]) -> dict[str, tuple[float, str]]:
-    """The same for what the ranks found already."""
-    expected = reference.train(case)
+def errors_of(case: Case, results: list[dict[str, Any]], device: str = "cpu") -> dict[str, tuple[float, str]]:
+    """The same for what ranks on ``device`` found already."""
+    expected = reference.train(case, device)
     worst = {}
     for kind in ("loss", "norm"):
         each = [

@@ -54,15 +54,18 @@ def attention(
     return (weights @ value).transpose(1, 2).contiguous(), None
 
 
-def train(case: Case) -> dict[str, Any]:
-    """Losses and gradient norms of each step, the first step's gradients, the weights at the end."""
-    return _train(pickle.dumps(case.one_process()))
+def train(case: Case, device: str = "cpu") -> dict[str, Any]:
+    """Losses and gradient norms of each step, the first step's gradients, the weights at the end.
+
+    Computed on CPU; ``device`` is the kind whose starting weights are wanted.
+    """
+    return _train(pickle.dumps(case.one_process()), device)
 
 
 @functools.cache
-def _train(pickled: bytes) -> dict[str, Any]:
+def _train(pickled: bytes, device: str) -> dict[str, Any]:
     case: Case = pickle.loads(pickled)
-    model, training = build(case), case.training
+    model, training = build(case, device), case.training
     kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[training.optimizer]
     options: dict[str, Any] = {"lr": training.learning_rate, "weight_decay": training.weight_decay}
     options |= {"betas": tuple(training.betas)} if kind is torch.optim.AdamW else {"momentum": training.momentum}
@@ -96,7 +99,7 @@ def _train(pickled: bytes) -> dict[str, Any]:
     return result
 
 
-def build(case: Case) -> nn.Module:
+def build(case: Case, device: str = "cpu") -> nn.Module:
     """transformers' own model (or the user's), with the starting weights of the engine."""
     model: nn.Module
     if case.model.target is not None:
@@ -106,5 +109,6 @@ def build(case: Case) -> nn.Module:
         AttentionInterface.register(NAME, attention)
         model = AutoModelForCausalLM.from_config(transformers_config(case.model), attn_implementation=NAME)
     constants = build_model(case.model).constants
+    model.to(device)
     fill(model, Weights(case.training.seed, case.model.initializer_range, case.weight_jitter, constants))
-    return model.float()
+    return model.float().cpu()

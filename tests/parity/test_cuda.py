@@ -30,7 +30,7 @@ def mesh() -> Iterator[Mesh]:
 
 def worst(here: Case, mesh: Mesh, sync: str = "error") -> tuple[float, float]:
     """Worst relative error of loss and norm; the last step may not wait for the device."""
-    want = reference.train(here)
+    want = reference.train(here, "cuda")
     engine = BundledEngine(weight_jitter=here.weight_jitter)
     engine.build(here.model, here.training, replace(mesh, config=here.parallelism), DEVICE)
     errors: dict[str, list[float]] = {"loss": [], "norm": []}

@@ -64,7 +64,7 @@ def test_gpus_are_one_process(name: str, found: dict[str, list[dict[str, Any]]])
     assert name in found, "the ranks were killed at their time limit before this case"
     here, results = cases(GPUS)[name], found[name]
     assert not [each["error"] for each in results if "error" in each]
-    worst = errors_of(here, results)
+    worst = errors_of(here, results, "cuda")
     print(name, {kind: f"{error:.1e}" for kind, (error, _) in worst.items()})
     assert_small(here, worst, TOLERANCE)
 
