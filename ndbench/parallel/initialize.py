@@ -1,8 +1,8 @@
 """From a model on meta to weights on this rank: allocate, keep ties and buffers, fill each parameter by its name.
 
-A weight is a pure function of (seed, parameter name in the unwrapped model) and of the kind of device that computes, where
-it is drawn: every layout starts from the same numbers, but a GPU from others than a CPU, whose generators differ. A rank
-draws only the rows that its shard touches, a few megabytes at a time; 8 billion weights take a GPU about a second.
+A weight is a pure function of (seed, parameter name in the unwrapped model) and of the kind of device that computes,
+where it is drawn: every layout starts from the same numbers, but a GPU from others than a CPU, whose generators differ.
+A rank draws only the rows that its shard touches, a few megabytes at a time; 8 billion take a GPU about a second.
 """
 
 from __future__ import annotations
