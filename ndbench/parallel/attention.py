@@ -49,7 +49,9 @@ class AttentionContext:
     sliding: bool
     """The configuration says that this layer has a sliding window, so a call without one is a mistake."""
     kernel: str | None = None
-    """What plain causal attention over the whole sequence runs on (``sdpa.py``); null: PyTorch's own dispatch."""
+    """What attention without a mask runs on (``sdpa.py``); null: PyTorch's own dispatch, or flash in the ring."""
+    fused: bool = False
+    """The ring's own arithmetic is compiled."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionContext:
         return self
@@ -63,7 +65,11 @@ def register() -> None:
 
 
 def configure(
-    model: torch.nn.Module, cp_group: dist.ProcessGroup | None = None, method: str = "ring", kernel: str | None = None
+    model: torch.nn.Module,
+    cp_group: dist.ProcessGroup | None = None,
+    method: str = "ring",
+    kernel: str | None = None,
+    fused: bool = False,
 ) -> int:
     """Tell every attention layer of ``model`` its cp group (None or one rank: no context parallelism).
 
@@ -88,7 +94,7 @@ def configure(
         if not module.is_causal:
             raise ValueError(f"{name} is not causal: only causal attention is implemented")
         sliding = _layer_type(module) == "sliding_attention"
-        setattr(module, _CONTEXT, AttentionContext(cp_group, method, sliding, kernel))
+        setattr(module, _CONTEXT, AttentionContext(cp_group, method, sliding, kernel, fused))
         found += 1
     if not found:
         raise ValueError(f"{type(model).__name__} has no attention layer that uses transformers' attention registry")
@@ -100,7 +106,7 @@ def attention_kernel(
 ) -> str:
     """What a layer's attention runs on, for the record; ``sdpa`` is PyTorch's own dispatch."""
     if cp_size > 1 and method == "ring":
-        return f"ring:{block_kernel(device_type, dtype, masked)}"
+        return f"ring:{block_kernel(device_type, dtype, masked, kernel)}"
     name = "sdpa" if kernel is None or masked else kernel
     return f"ulysses:{name}" if cp_size > 1 else name
 
@@ -153,7 +159,8 @@ def ndbench_attention(
     if context.group is None:
         out = whole(query, key, value)
     elif ring:
-        out = _ring(query, key, value, RingPlan(context.group, scale, window), document_ids)
+        plan = RingPlan(context.group, scale, window, context.kernel, context.fused)
+        out = _ring(query, key, value, plan, document_ids)
     else:
         out = ulysses_attention(query, key, value, context.group, whole)
     return out.transpose(1, 2).contiguous(), None

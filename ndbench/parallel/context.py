@@ -140,22 +140,33 @@ def _indivisible(length: int, parts: int, what: str) -> str:
 
 
 def ring_bytes(
-    *, cp_size: int, batch: int, kv_heads: int, local_length: int, head_dim: int, element_size: int
+    *,
+    cp_size: int,
+    batch: int,
+    kv_heads: int,
+    local_length: int,
+    head_dim: int,
+    element_size: int,
+    masked: bool = False,
 ) -> dict[str, int]:
     """Bytes one rank sends in one attention layer of the ring: ``{"forward": ..., "backward": ...}``.
 
     With n = cp_size, s = local_length, kv = 2 · batch · kv_heads · s · head_dim elements (keys and values, never
-    expanded to the query heads):
+    expanded to the query heads), e = element_size, f = max(e, 4):
 
-    * forward: n-1 rotations of kv in the compute dtype, (n-1) · kv · element_size;
-    * backward: the same n-1 rotations, and n of the gradients of kv, which travel in float32 (float64 for float64) and
-      take one hop more because they must come home: (n-1) · kv · element_size + n · kv · max(element_size, 4).
+    * forward: n-1 rotations of kv in the compute dtype, (n-1) · kv · e;
+    * backward: the same n-1 rotations, and n of the gradients of kv, one more because they must come home. These are
+      sums in float32 (float64 for float64); the last hop takes them rounded, as they are returned, and the first as one
+      kernel gave them: (n-1) · kv · e + kv · (2e + (n-2) · f). With a mask (window, documents) many tiles add up to
+      the first, too: (n-1) · kv · e + kv · (e + (n-1) · f).
     """
     if cp_size == 1:
         return {"forward": 0, "backward": 0}
     elements = 2 * batch * kv_heads * local_length * head_dim
     rotations = (cp_size - 1) * elements * element_size
-    return {"forward": rotations, "backward": rotations + cp_size * elements * max(element_size, 4)}
+    narrow = 1 if masked else 2
+    gradients = elements * (narrow * element_size + (cp_size - narrow) * max(element_size, 4))
+    return {"forward": rotations, "backward": rotations + gradients}
 
 
 def ulysses_bytes(

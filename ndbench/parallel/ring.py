@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ndbench.parallel import masks
+from ndbench.parallel import kernels, masks
 from ndbench.parallel.context import sequence_chunks, shard_sequence
-from ndbench.parallel.kernels import block_backward, block_forward, merge
+from ndbench.parallel.kernels import block_backward, block_forward, by_rows
 
 MASKED_ROWS = 1024
 """Query rows of a tile that needs a mask: bounds the mask's memory to this many rows of local keys."""
@@ -38,6 +38,15 @@ class RingPlan:
     group: dist.ProcessGroup
     scale: float
     window: int | None = None
+    kernel: str | None = None
+    """What blocks without a mask run on, of ``sdpa.KERNELS``; None: ``kernels.block_kernel`` decides."""
+    fused: bool = False
+    """Blocks are merged by a compiled function: one pass over the output instead of several."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Rank and size of the group."""
+        return self.group.rank(), self.group.size()
 
 
 def ring_attention(
@@ -102,7 +111,7 @@ class _Rotation:
     """A tensor on its way to the next rank and its counterpart on the way from the previous one."""
 
     def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        rank, size = group.rank(), group.size()
         # torch.empty, not empty_like: that keeps the strides of a permuted tensor. Both ends are kept until wait().
         self.sent = tensor.contiguous()
         self.received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -124,7 +133,7 @@ class _TileMasks:
 
     def __init__(self, plan: RingPlan, documents: torch.Tensor | None, q_bhsd: torch.Tensor) -> None:
         self.window, self.documents, self.dtype, self.device = plan.window, documents, q_bhsd.dtype, q_bhsd.device
-        self.rank, self.size = dist.get_rank(plan.group), dist.get_world_size(plan.group)
+        self.rank, self.size = plan.place
         self.total = q_bhsd.shape[2] * self.size
 
     def __call__(self, tile: Tile, source: int) -> torch.Tensor | None:
@@ -143,6 +152,28 @@ class _TileMasks:
         return held, shard_sequence(self.documents, self.size, rank, "ring")[:, part]
 
 
+def sum_dtype(dtype: torch.dtype, summands: int) -> torch.dtype:
+    """What up to ``summands`` blocks of ``dtype`` are added up in: float32 at least, unless they are two.
+
+    One addition is computed in float32 and rounded once whatever it is stored in; more would round each time.
+    """
+    return dtype if summands <= 2 else torch.promote_types(dtype, torch.float32)
+
+
+def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """k and v [b, h, s, d] as one tensor [2, b, s, h, d] to send."""
+    return torch.stack((k.transpose(1, 2), v.transpose(1, 2)))
+
+
+def _unpacked(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return kv[0].transpose(1, 2), kv[1].transpose(1, 2)
+
+
+def _add_keys(dkv: torch.Tensor, keys: slice, block: list[torch.Tensor]) -> None:
+    for total, part in zip(_unpacked(dkv), block, strict=True):
+        total[:, :, keys] += part
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -153,28 +184,31 @@ class _RingAttention(torch.autograd.Function):
         documents: torch.Tensor | None,
         plan: RingPlan,
     ) -> torch.Tensor:
-        rank, size = dist.get_rank(plan.group), dist.get_world_size(plan.group)
+        rank, size = plan.place
         mask_of = _TileMasks(plan, documents, q)
-        # Merged in float32 at least: cp blocks in bf16 would round cp times.
-        precise = torch.promote_types(q.dtype, torch.float32)
-        out = torch.empty(q.shape, dtype=precise, device=q.device)
-        lse = torch.empty(q.shape[:3], dtype=precise, device=q.device)
-        kv = torch.stack((k, v))
+        merge_into = kernels.fused_merge_into() if plan.fused else kernels.merge_into
+        q, k, v = by_rows(q), by_rows(k), by_rows(v)
+        b, h, s, d = q.shape
+        # No kernel's output is written to: selective checkpointing keeps it.
+        out = torch.empty(b, s, h, d, dtype=sum_dtype(q.dtype, size), device=q.device).transpose(1, 2)
+        lse = torch.empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        held, sending = (k, v), _packed(k, v)
         for step in range(size):
             source = (rank - step) % size
-            coming = _Rotation(kv, plan.group) if step + 1 < size else None
-            for tile in tiles(size, rank, source, q.shape[2], plan.window, documents is not None):
+            coming = _Rotation(sending, plan.group) if step + 1 < size else None
+            for tile in tiles(size, rank, source, s, plan.window, documents is not None):
                 rows = tile.queries
                 block_out, block_lse = block_forward(
-                    q[:, :, rows], kv[0][:, :, tile.keys], kv[1][:, :, tile.keys],
-                    causal=tile.mask == "causal", mask=mask_of(tile, source), scale=plan.scale,
+                    q[:, :, rows], held[0][:, :, tile.keys], held[1][:, :, tile.keys],
+                    causal=tile.mask == "causal", mask=mask_of(tile, source), scale=plan.scale, asked=plan.kernel,
                 )  # fmt: skip
                 if step == 0:
                     out[:, :, rows], lse[:, :, rows] = block_out, block_lse
                 else:
-                    out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
+                    merge_into(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
             if coming is not None:
-                kv = coming.wait()
+                sending = coming.wait()
+                held = _unpacked(sending)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, *([] if documents is None else [documents]))
         ctx.plan = plan
@@ -185,32 +219,50 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse, *rest = ctx.saved_tensors
         plan: RingPlan = ctx.plan
         documents = rest[0] if rest else None
-        rank, size = dist.get_rank(plan.group), dist.get_world_size(plan.group)
+        rank, size = plan.place
         mask_of = _TileMasks(plan, documents, q)
-        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        kv = torch.stack((k, v))
+        dout = by_rows(dout)
+        # A mask makes many tiles, which share keys; without one a step has one tile, and the first covers everything.
+        many = plan.window is not None or documents is not None
+        sums, precise = sum_dtype(q.dtype, size), torch.promote_types(q.dtype, torch.float32)
+        dq = torch.zeros_like(q, dtype=sums) if many else None
+        held, sending = (k, v), _packed(k, v)
         travelling: _Rotation | None = None
         for step in range(size):
-            source = (rank - step) % size
-            coming = _Rotation(kv, plan.group) if step + 1 < size else None
-            dkv = torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
+            source, last = (rank - step) % size, step + 1 == size
+            coming = None if last else _Rotation(sending, plan.group)
+            dkv = torch.zeros(sending.shape, dtype=precise, device=q.device) if many else None
             for tile in tiles(size, rank, source, q.shape[2], plan.window, documents is not None):
                 rows, keys = tile.queries, tile.keys
-                block_dq, block_dk, block_dv = block_backward(
-                    dout[:, :, rows], q[:, :, rows], kv[0][:, :, keys], kv[1][:, :, keys],
+                block_dq, *block_dkv = block_backward(
+                    dout[:, :, rows], q[:, :, rows], held[0][:, :, keys], held[1][:, :, keys],
                     out[:, :, rows], lse[:, :, rows],
-                    causal=tile.mask == "causal", mask=mask_of(tile, source), scale=plan.scale,
+                    causal=tile.mask == "causal", mask=mask_of(tile, source), scale=plan.scale, asked=plan.kernel,
                 )  # fmt: skip
-                dq[:, :, rows] += block_dq
-                dkv[0][:, :, keys] += block_dk
-                dkv[1][:, :, keys] += block_dv
+                if dq is None:
+                    dq = block_dq.to(sums)
+                else:
+                    dq[:, :, rows] += block_dq
+                if dkv is not None:
+                    _add_keys(dkv, keys, block_dkv)
             # The gradients of source's keys arrive from the rank that held them before, and go on with our share: their
-            # transfer hides behind the next step's block. After the last hop they are home.
+            # transfer hides behind the next step's block. After the last hop they are home. They travel in float32
+            # while they are a sum; what one kernel gave, and what is about to be rounded, loses nothing in less.
             if travelling is not None:
-                dkv += travelling.wait()
-            travelling = _Rotation(dkv, plan.group)
+                arrived = travelling.wait()
+                if dkv is not None:
+                    dkv += arrived
+                else:
+                    dkv = arrived.to(sums)
+                    _add_keys(dkv, keys, block_dkv)
+            elif dkv is None:
+                dkv = _packed(*block_dkv)
+            assert dkv is not None
+            travelling = _Rotation(dkv.to(k.dtype) if last else dkv, plan.group)
             if coming is not None:
-                kv = coming.wait()
+                sending = coming.wait()
+                held = _unpacked(sending)
         assert travelling is not None
-        dk, dv = travelling.wait().to(k.dtype)
+        assert dq is not None
+        dk, dv = _unpacked(travelling.wait())
         return dq.to(q.dtype), dk, dv, None, None

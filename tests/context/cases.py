@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ndbench.measure.collectives import CollectiveRecorder, totals
-from ndbench.parallel import attention, masks, ring, ulysses
+from ndbench.parallel import attention, kernels, masks, ring, ulysses
 from ndbench.parallel.context import shard_sequence
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -56,7 +56,7 @@ def attention_errors(case: Case) -> dict[str, tuple[float, float]]:
     documents = document_ids(case.documents)
     if documents is not None:
         documents = documents.to(case.device)
-    expected = _reference(case, q, k, v, dout, documents)
+    expected = reference(case, q, k, v, dout, documents)
     layer = _Layer()
     attention.configure(layer, dist.group.WORLD, case.method)
     small = functools.partial(ring.tiles, masked_rows=case.masked_rows)
@@ -98,7 +98,7 @@ def document_ids(documents: tuple[tuple[int, ...], ...] | None) -> torch.Tensor 
     )
 
 
-def _reference(
+def reference(
     case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, documents: torch.Tensor | None
 ) -> list[torch.Tensor]:
     wide = [x.double().clone().requires_grad_() for x in (q, k, v)]
@@ -160,16 +160,16 @@ def planted(fault: str | None) -> Iterator[set[str]]:
         yield {callers[fault]} if fault else set()
         return
     calls = {"merge": 0, "wait": 0, "exchange": 0}
-    merge, wait, tiles, exchange = ring.merge, ring._Rotation.wait, ring.tiles, ulysses._exchange
+    merge, wait, tiles, exchange = kernels.merge_into, ring._Rotation.wait, ring.tiles, ulysses._exchange
     visible, additive, join = masks.visible, masks.additive, ulysses._join_sequence
 
-    def merge_without_last_lse(out: Any, lse: Any, block_out: Any, block_lse: Any) -> Any:
+    def merge_without_last_lse(out: Any, lse: Any, block_out: Any, block_lse: Any) -> None:
         calls["merge"] += 1
-        merged, union = merge(out, lse, block_out, block_lse)
-        return merged, lse if calls["merge"] == size - 1 else union
+        merge(out, lse.clone() if calls["merge"] == size - 1 else lse, block_out, block_lse)
 
-    def blocks_averaged(out: Any, lse: Any, block_out: Any, block_lse: Any) -> Any:
-        return (out + block_out) / 2, torch.logaddexp(lse, block_lse)
+    def blocks_averaged(out: Any, lse: Any, block_out: Any, block_lse: Any) -> None:
+        merge(out, lse.clone(), block_out, lse)
+        merge(torch.empty_like(out), lse, block_out, block_lse)
 
     def wait_without_last_hop(self: Any) -> Any:
         calls["wait"] += 1
@@ -184,10 +184,10 @@ def planted(fault: str | None) -> Iterator[set[str]]:
         return exchange(x, group) if calls["exchange"] <= 2 else x
 
     patches: dict[str, Any] = {
-        "last_lse_dropped": mock.patch.object(ring, "merge", merge_without_last_lse),
+        "last_lse_dropped": mock.patch.object(kernels, "merge_into", merge_without_last_lse),
         "last_block_dropped": mock.patch.object(ring, "tiles", tiles_without_last_block),
         "kv_gradients_one_hop_short": mock.patch.object(ring._Rotation, "wait", wait_without_last_hop),
-        "blocks_averaged": mock.patch.object(ring, "merge", blocks_averaged),
+        "blocks_averaged": mock.patch.object(kernels, "merge_into", blocks_averaged),
         "window_off_by_one": mock.patch.object(
             masks, "visible", lambda q, k, w=None, *d: visible(q, k, None if w is None else w + 1, *d)
         ),

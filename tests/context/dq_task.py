@@ -14,16 +14,6 @@ from ndbench.parallel.context import shard_sequence
 HEADS, HEAD_DIM, LENGTH = 2, 16, 256
 
 
-class _Torch:
-    """torch as the ring sees it, with the queries' gradient summed in bf16: the planted fault."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def zeros(self, shape: Any, dtype: Any, device: Any) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.bfloat16 if len(shape) == 4 else dtype, device=device)
-
-
 def gradients(in_bf16: bool) -> dict[str, torch.Tensor]:
     """dq of this rank from the ring in bf16, and the float32 sum of what its blocks gave, rounded once."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -41,7 +31,10 @@ def gradients(in_bf16: bool) -> dict[str, torch.Tensor]:
 
     assert dist.group.WORLD is not None
     plan = ring.RingPlan(dist.group.WORLD, HEAD_DIM**-0.5)
-    with patch.object(ring, "block_backward", noted), patch.object(ring, "torch", _Torch() if in_bf16 else torch):
+    with (
+        patch.object(ring, "block_backward", noted),
+        patch.object(ring, "sum_dtype", (lambda dtype, summands: dtype) if in_bf16 else ring.sum_dtype),
+    ):
         ring.ring_attention(q, k, v, plan).backward(dout)
     summed, blocks = torch.zeros(q.shape), iter(given)
     for step in range(size):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.context import dq_task
 from tests.parity.pool import pool
 
 
-def test_the_gradient_of_the_queries_is_rounded_once() -> None:
-    for found in pool(4).run(dq_task.gradients, False):
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_the_gradient_of_the_queries_is_rounded_once(cp_size: int) -> None:
+    for found in pool(cp_size).run(dq_task.gradients, False):
         assert torch.equal(found["ring"], found["float32"])
 
 

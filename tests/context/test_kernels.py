@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ndbench.parallel import masks
-from ndbench.parallel.kernels import block_backward, block_forward, block_kernel, merge
+from ndbench.parallel.kernels import block_backward, block_forward, block_kernel, merge_into
 
 SCALE = 0.3
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 2e-2}
@@ -53,7 +53,8 @@ def test_merged_blocks_equal_attention_over_all_keys(
     blocks = [
         block_forward(q, k[:, :, part], v[:, :, part], causal=False, mask=mask_of(part), scale=SCALE) for part in parts
     ]
-    out, lse = merge(blocks[0][0].to(lse_dtype := blocks[0][1].dtype), blocks[0][1], *blocks[1])
+    out, lse = blocks[0][0].to(lse_dtype := blocks[0][1].dtype), blocks[0][1].clone()
+    merge_into(out, lse, *blocks[1])
     grads = [
         block_backward(
             dout, q, k[:, :, part], v[:, :, part], out.to(dtype), lse, causal=False, mask=mask_of(part), scale=SCALE
@@ -103,6 +104,9 @@ def test_an_empty_block_is_an_error_and_not_a_dead_process() -> None:
 def test_the_kernel_of_a_block_is_known_without_running_it() -> None:
     assert block_kernel("cpu", torch.float32, True) == "flash_cpu"
     assert block_kernel("cuda", torch.bfloat16, False) == "flash"
+    assert block_kernel("cuda", torch.bfloat16, False, "cudnn") == "cudnn"
+    assert block_kernel("cuda", torch.bfloat16, True, "cudnn") == "efficient"
+    assert block_kernel("cuda", torch.float32, False, "cudnn") == "efficient"
     assert block_kernel("cuda", torch.bfloat16, True) == "efficient"
     assert block_kernel("cuda", torch.float32, False) == "efficient"
     with pytest.raises(ValueError, match="mps"):

@@ -86,4 +86,6 @@ def test_the_record_names_the_kernel() -> None:
         attention_kernel("cuda", torch.bfloat16, cp, method, masked, "cudnn")
         for cp, method, masked in [(1, "ring", False), (2, "ulysses", False), (1, "ring", True), (2, "ring", False)]
     ]
-    assert names == ["cudnn", "ulysses:cudnn", "sdpa", "ring:flash"]
+    assert names == ["cudnn", "ulysses:cudnn", "sdpa", "ring:cudnn"]
+    assert attention_kernel("cuda", torch.bfloat16, 2, "ring", True, "cudnn") == "ring:efficient"
+    assert attention_kernel("cuda", torch.bfloat16, 2, "ring", False) == "ring:flash"

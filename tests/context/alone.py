@@ -1,0 +1,91 @@
+"""The ring in one process: a thread a rank, and rotations that hand tensors over in memory.
+
+The schedule, the tiles, the merge and the blocks' kernels are the real ones; only the wire is not. Autograd has one
+thread a device, where ranks that wait for each other would never end, so forward and backward are called by hand.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from queue import Queue
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ndbench.parallel import ring
+from ndbench.parallel.context import shard_sequence, unshard_sequence
+
+TIMEOUT = 20.0
+"""Seconds that a rank waits for a message, a GPU's compilations included."""
+
+
+class Place:
+    """Stands for the process group of a rank that is a thread."""
+
+    def __init__(self, rank: int, size: int, mail: dict[tuple[int, int], Queue[torch.Tensor]]) -> None:
+        self._rank, self._size, self.mail, self.sent = rank, size, mail, 0
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+class Rotation:
+    """``ring._Rotation`` without a wire: message n of a rank goes to message n of the next."""
+
+    def __init__(self, tensor: torch.Tensor, group: Place) -> None:
+        self.sent, self.group, self.number = tensor.contiguous(), group, group.sent
+        group.sent += 1
+        group.mail[(group.rank() + 1) % group.size(), self.number].put(self.sent.clone())
+
+    def wait(self) -> torch.Tensor:
+        return self.group.mail[self.group.rank(), self.number].get(timeout=TIMEOUT)
+
+
+class Context:
+    """What ``torch.autograd.Function`` keeps between forward and backward."""
+
+    plan: ring.RingPlan
+    saved_tensors: tuple[torch.Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+def ring_alone(
+    cp_size: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    documents: torch.Tensor | None = None,
+    **plan: Any,
+) -> list[torch.Tensor]:
+    """Output and gradients of q, k, v, [b, heads, sequence, d] of the whole sequence, by ``cp_size`` threads."""
+    mail: dict[tuple[int, int], Queue[torch.Tensor]] = defaultdict(Queue)
+    shares: list[list[torch.Tensor]] = [[] for _ in range(cp_size)]
+    failures: list[BaseException] = []
+
+    def rank_of(rank: int) -> None:
+        try:
+            mine, context = [shard_sequence(x, cp_size, rank, "ring", dim=2) for x in (q, k, v, dout)], Context()
+            place: Any = Place(rank, cp_size, mail)
+            with torch.no_grad():
+                out = ring._RingAttention.forward(context, *mine[:3], documents, ring.RingPlan(place, **plan))
+                shares[rank] = [out, *ring._RingAttention.backward(context, mine[3])[:3]]
+        except BaseException as failure:
+            failures.append(failure)
+
+    with mock.patch.object(ring, "_Rotation", Rotation):
+        threads = [threading.Thread(target=rank_of, args=(rank,), daemon=True) for rank in range(cp_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * TIMEOUT)
+    if failures:
+        raise failures[0]
+    return [unshard_sequence(list(parts), "ring", dim=2) for parts in zip(*shares, strict=True)]

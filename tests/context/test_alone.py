@@ -1,0 +1,200 @@
+"""The whole ring in one process against attention in float64: on CPU, and on one GPU every kernel of its blocks.
+
+A wrong convention of the log-sum-exp, a merge or a hop that loses something shows here in seconds, on one device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ndbench.parallel import kernels, ring, sdpa
+from tests.context.alone import ring_alone
+from tests.context.cases import NAMES, Case, document_ids, inputs, reference
+
+SCALE = 0.3
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": 9},
+    "documents": {"documents": ((10, 54), (30, 34))},
+}
+
+
+def errors(case: Case, cp_size: int, change: Callable[[torch.Tensor], torch.Tensor] = lambda x: x, **plan: Any) -> Any:
+    """||ring - reference|| / ||reference|| of the output and of each gradient; ``change`` lays the inputs out anew."""
+    whole, documents = inputs(case), document_ids(case.documents)
+    documents = None if documents is None else documents.to(case.device)
+    expected = reference(case, *whole, documents)
+    actual = ring_alone(cp_size, *(change(x) for x in whole), documents, scale=SCALE, window=case.window, **plan)
+    assert all(x.dtype == case.dtype for x in actual)
+    return {
+        name: ((a.double() - e).norm() / e.norm()).item() for name, a, e in zip(NAMES, actual, expected, strict=True)
+    }
+
+
+def by_heads(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous()
+
+
+def by_rows(x: torch.Tensor) -> torch.Tensor:
+    """As a projection leaves it: [b, s, h, d] in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("cp_size", [2, 3, 4, 8])
+def test_the_ring_equals_attention_over_the_whole_sequence(cp_size: int, mask: str, dtype: torch.dtype) -> None:
+    length = 60 if cp_size == 3 else 64
+    case = Case("ring", dtype=dtype, length=length, **MASKS[mask])
+    if cp_size == 3 and case.documents is not None:
+        case = Case("ring", dtype=dtype, length=length, documents=((10, 50), (30, 30)))
+    worst = errors(case, cp_size)
+    assert max(worst.values()) < TOLERANCE[dtype], worst
+
+
+def half_of_the_weight(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_lse: torch.Tensor) -> None:
+    """The planted fault of a log-sum-exp in base 2."""
+    kernels.merge_into(out, lse, block_out, block_lse / math.log(2))
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+@pytest.mark.parametrize("lost", ["out", "dk"])
+def test_a_wrong_weight_or_a_lost_gradient_is_seen(cp_size: int, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if lost == "out":
+        monkeypatch.setattr(ring.kernels, "fused_merge_into", lambda: half_of_the_weight)
+    else:
+        monkeypatch.setattr(ring, "_add_keys", lambda *_: None)
+    worst = errors(Case("ring"), cp_size, fused=lost == "out")
+    assert worst[lost] > 100 * TOLERANCE[torch.float32], worst
+
+
+class Cudnn:
+    """cuDNN's two operators as PyTorch has them, computed by the CPU kernel, with what makes them easy to misuse.
+
+    A graph is built for each layout of q, k, v and keeps the strides of out, dout and log-sum-exp of that first call;
+    a later call with others has its memory read by the old strides. The log-sum-exp has ``ndim`` dims.
+    """
+
+    def __init__(self, ndim: int) -> None:
+        self.ndim, self.calls = ndim, 0
+        self.graphs: dict[Any, list[tuple[int, ...]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.ops.aten, name)
+
+    def _scaled_dot_product_cudnn_attention(
+        self, q: Any, k: Any, v: Any, bias: None, with_lse: bool, dropout: float, causal: bool, debug: bool,
+        *, scale: float | None = None,
+    ) -> Any:  # fmt: skip
+        assert with_lse
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        laid_out = torch.empty_like(q).copy_(out)
+        return laid_out, lse.contiguous() if self.ndim == 3 else lse.contiguous()[..., None], None, None
+
+    def _scaled_dot_product_cudnn_attention_backward(
+        self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, seed: Any, offset: Any, bias: None,
+        cum_q: None, cum_k: None, max_q: int, max_k: int, dropout: float, causal: bool, *, scale: float,
+    ) -> Any:  # fmt: skip
+        self.calls += 1
+        assert lse.ndim == self.ndim
+        assert (max_q, max_k) == (q.shape[2], k.shape[2])
+        layout = tuple((x.shape, x.stride()) for x in (q, k, v))
+        built = self.graphs.setdefault((layout, causal), [x.stride() for x in (dout, out, lse)])
+        read = [
+            torch.as_strided(x, x.shape, strides, x.storage_offset())
+            for x, strides in zip((dout, out, lse), built, strict=True)
+        ]
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            read[0], q, k, v, read[1], read[2].reshape(q.shape[:3]), 0.0, causal, scale=scale
+        )
+        return [torch.empty_like(like).copy_(grad) for like, grad in zip((q, k, v), grads, strict=True)]
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    kernels._cudnn_statistics_ndim.cache_clear()
+    yield
+    kernels._cudnn_statistics_ndim.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize("ndim", [3, 4])
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_cudnns_operators_get_the_layouts_that_they_remember(
+    ndim: int, cp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operators = Cudnn(ndim)
+    monkeypatch.setattr(kernels, "aten", operators)
+    monkeypatch.setattr(kernels, "block_kernel", lambda *_: "cudnn")
+    for change in (by_rows, by_heads, by_rows):
+        worst = errors(Case("ring"), cp_size, change, kernel="cudnn")
+        assert max(worst.values()) < TOLERANCE[torch.float32], worst
+    assert operators.calls == 3 * cp_size * cp_size
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_layout_that_changes_between_calls_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "aten", Cudnn(4))
+    monkeypatch.setattr(kernels, "block_kernel", lambda *_: "cudnn")
+    monkeypatch.setattr(kernels, "_strided_like", lambda x, other: x)
+    backward = ring.block_backward
+
+    def any_layout(dout: torch.Tensor, *rest: Any, **keywords: Any) -> Any:
+        return backward(by_heads(dout) if rest[0].shape[2] == 32 else dout, *rest, **keywords)
+
+    assert max(errors(Case("ring"), 2).values()) < TOLERANCE[torch.float32]
+    monkeypatch.setattr(ring, "block_backward", any_layout)
+    assert max(errors(Case("ring"), 2).values()) > 100 * TOLERANCE[torch.float32]
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def _served(kernel: str, head_dim: int) -> None:
+    try:
+        sdpa.choose_kernel(torch.device("cuda", 0), torch.bfloat16, 8, 2, head_dim, kernel)
+    except ValueError as refused:
+        pytest.skip(str(refused))
+
+
+@needs_cuda
+@pytest.mark.parametrize("kernel", sdpa.KERNELS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("cp_size", [2, 4])
+@pytest.mark.parametrize("fused", [False, True], ids=["eager", "fused"])
+def test_each_kernel_of_the_gpu_gives_the_ring_of_float64(
+    kernel: str, head_dim: int, cp_size: int, fused: bool
+) -> None:
+    _served(kernel, head_dim)
+    case = Case("ring", length=2048, head_dim=head_dim, dtype=torch.bfloat16, device="cuda")
+    for change in (by_rows, by_heads):
+        worst = errors(case, cp_size, change, kernel=kernel, fused=fused)
+        assert max(worst.values()) < TOLERANCE[torch.bfloat16], worst
+
+
+@needs_cuda
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_masks_and_float32_on_the_gpu(cp_size: int, dtype: torch.dtype, mask: str) -> None:
+    case = Case("ring", dtype=dtype, device="cuda", **MASKS[mask])
+    worst = errors(case, cp_size)
+    assert max(worst.values()) < TOLERANCE[dtype], worst
+
+
+@needs_cuda
+def test_another_user_of_cudnn_in_the_process_changes_nothing() -> None:
+    """Plain attention of a shard's shape first, its gradient laid out otherwise: PyTorch keeps that call's graph."""
+    _served("cudnn", 64)
+    case = Case("ring", length=512, head_dim=64, dtype=torch.bfloat16, device="cuda")
+    shard = [by_rows(x[:, :, :256]).requires_grad_() for x in inputs(case)[:3]]
+    out = torch.ops.aten._scaled_dot_product_cudnn_attention(*shard, None, True, 0.0, True, False, scale=SCALE)[0]
+    out.backward(by_rows(torch.randn_like(out)))
+    worst = errors(case, 2, by_rows, kernel="cudnn")
+    assert max(worst.values()) < TOLERANCE[torch.bfloat16], worst
