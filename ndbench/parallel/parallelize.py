@@ -72,7 +72,8 @@ def parallelize(
     # 2. Attention learns where the rest of the sequence is.
     if technique.registry_attention:
         cp_group = mesh.cp.get_group() if mesh.cp.size() > 1 else None
-        configure(model, cp_group, mesh.config.cp_method, technique.attention_kernel)
+        fused = technique.compile and device.type == "cuda"
+        configure(model, cp_group, mesh.config.cp_method, technique.attention_kernel, fused)
 
     # 3. Recomputation encloses TP's and CP's communication, and is what gets compiled.
     apply_checkpointing(blocks, technique.activation_checkpointing)
