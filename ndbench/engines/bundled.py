@@ -5,6 +5,7 @@ All numerics are in ``ndbench.parallel`` and ``ndbench.training``; this file onl
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from ndbench.config import ModelConfig, TrainingConfig
 from ndbench.engines.protocol import Batch, StepResult
-from ndbench.parallel.config import ATTENTION_KERNELS, CHECKPOINTING_MODES, ParallelismConfig
+from ndbench.parallel.config import (
+    ATTENTION_KERNELS,
+    CHECKPOINTING_MODES,
+    FLOAT8_MISSING,
+    FLOAT8_MULTIPLE,
+    FLOAT8_RECIPES,
+    ParallelismConfig,
+)
 from ndbench.parallel.context import refuse_attention
 from ndbench.training.schedule import refuse_schedule
 
@@ -23,7 +31,7 @@ if TYPE_CHECKING:
     from ndbench.parallel.mesh import Mesh
     from ndbench.training.step import Step
 
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp8")
 
 
 class BundledEngine:
@@ -31,11 +39,12 @@ class BundledEngine:
 
     ``weight_jitter`` adds normal noise of that standard deviation to weights that start constant (norms, biases):
     for tests that compare layouts, where a constant would hide a mistake. ``attention`` is the kernel to use on CUDA
-    (``cudnn`` or ``flash``); null takes the fastest that the device has.
+    (``cudnn`` or ``flash``); null takes the fastest that the device has. ``fp8`` is how ``training.precision=fp8``
+    scales, one of ``FLOAT8_RECIPES``.
     """
 
-    def __init__(self, weight_jitter: float = 0.0, attention: str | None = None) -> None:
-        self.weight_jitter, self.attention = weight_jitter, attention
+    def __init__(self, weight_jitter: float = 0.0, attention: str | None = None, fp8: str = "tensorwise") -> None:
+        self.weight_jitter, self.attention, self.fp8 = weight_jitter, attention, fp8
         self.model: torch.nn.Module | None = None
         self._step: Step | None = None
         self._facts: dict[str, Any] = {}
@@ -49,15 +58,17 @@ class BundledEngine:
             *_refuse_training(config.training, config.model),
             *_refuse_chunks(config.training, config.parallelism),
             *_refuse_kernel(self.attention),
+            *_refuse_float8(cell, self.fp8),
             *_refuse_written_attention(config.model, config.parallelism),
         ]
         return "; ".join(reasons) or None
 
     def refuse_plan(self, cell: Cell) -> str | None:
         """What only the model itself can tell (an unknown plan style, an unplanned module); imports transformers."""
-        if cell.parallelism.tp_size == 1 and cell.config.model.target is not None:
+        float8 = cell.config.training.precision == "fp8"
+        if cell.parallelism.tp_size == 1 and cell.config.model.target is not None and not float8:
             return None
-        return "; ".join(plan_refusals(cell.config.model, cell.parallelism)) or None
+        return "; ".join(plan_refusals(cell.config.model, cell.parallelism, float8)) or None
 
     def setup(self, cell: Cell, mesh: Mesh) -> None:
         """Build model and optimizer; raises ``ValueError`` naming what the model's own plan does not allow."""
@@ -73,6 +84,7 @@ class BundledEngine:
         import torch
         import torch.distributed as dist
 
+        from ndbench.parallel import float8
         from ndbench.parallel.attention import attention_kernel
         from ndbench.parallel.gradients import Gradients
         from ndbench.parallel.initialize import Weights
@@ -89,9 +101,13 @@ class BundledEngine:
         reasons = [] if plan is None else list(plan.refusals)
         if training.loss_chunk_size is not None:
             reasons += chunk_refusals(built.model)
+        low = None
+        if training.precision == "fp8":
+            low = float8.float8_for(device, self.fp8)
+            reasons += float8.float8_refusals(built.model, built.blocks, mesh.config, plan)
         if reasons:
             raise ValueError("; ".join(reasons))
-        dtype = torch.bfloat16 if training.precision == "bf16" else None
+        dtype = None if training.precision == "fp32" else torch.bfloat16
         std = float(getattr(getattr(built.model, "config", None), "initializer_range", model_config.initializer_range))
         kernel = _kernel(built, mesh, device, dtype or torch.float32, self.attention)
         parallel = parallelize(
@@ -101,7 +117,7 @@ class BundledEngine:
             device,
             plan,
             Weights(training.seed, std, self.weight_jitter, built.constants),
-            Technique(dtype, training.activation_checkpointing, training.compile, built.transformers, kernel),
+            Technique(dtype, training.activation_checkpointing, training.compile, built.transformers, kernel, low),
         )
         vocab_size = getattr(getattr(built.model, "config", None), "vocab_size", None)
         loss_sum = attach_loss(
@@ -135,6 +151,8 @@ class BundledEngine:
             "sequence_parallel": plan is not None and plan.sequence_parallel,
             "loss_parallel": plan is not None and plan.head is not None,
         }
+        if low is not None:
+            self._facts["fp8"] = {"recipe": low.recipe, "emulated": low.emulate, "torchao": float8.version()}
         if built.transformers:
             # Whether documents are packed is known with the first batch; both answers are made ready here.
             whole, self._packed_kernel = (
@@ -211,6 +229,32 @@ def _refuse_kernel(name: str | None) -> list[str]:
     return [f"engine.options.attention '{name}' is not known; known: {', '.join(ATTENTION_KERNELS)}"]
 
 
+def _refuse_float8(cell: Cell, recipe: str) -> list[str]:
+    config, layout = cell.config, cell.parallelism
+    if config.training.precision != "fp8":
+        return []
+    if importlib.util.find_spec("torchao") is None:
+        return [FLOAT8_MISSING]
+    reasons = []
+    if recipe not in FLOAT8_RECIPES:
+        reasons.append(f"engine.options.fp8 '{recipe}' is not known; known: {', '.join(FLOAT8_RECIPES)}")
+    peaks = config.hardware.peak_flops
+    if config.hardware.device != "cpu" and peaks and "fp8" not in peaks:
+        reasons.append(
+            f"precision 'fp8': hardware '{config.hardware.name}' has no FP8, its peaks are {', '.join(peaks)}"
+        )
+    if min(layout.sizes.values()) < 1:
+        return reasons  # a refusal of its own
+    sequences = config.training.micro_batch_size or config.training.global_batch_size // layout.batch_size
+    tokens = sequences * config.training.sequence_length // layout.cp_size
+    if tokens % FLOAT8_MULTIPLE:
+        reasons.append(
+            f"precision 'fp8' needs a multiple of {FLOAT8_MULTIPLE} tokens a forward, here {sequences} sequences of "
+            f"{config.training.sequence_length} over cp {layout.cp_size} are {tokens}"
+        )
+    return reasons
+
+
 def _refuse_chunks(training: TrainingConfig, parallelism: ParallelismConfig) -> list[str]:
     if training.loss_chunk_size is None or parallelism.tp_size == 1 or parallelism.loss_parallel:
         return []
@@ -234,12 +278,13 @@ def _refuse_written_attention(model: ModelConfig, parallelism: ParallelismConfig
     return refuse_attention(asked, parallelism.cp_size, parallelism.cp_method)
 
 
-def plan_refusals(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
-    """What the model's configuration class and its own tensor-parallel plan do not allow, by name.
+def plan_refusals(model: ModelConfig, parallelism: ParallelismConfig, float8: bool = False) -> list[str]:
+    """What the model's configuration class, its own tensor-parallel plan and its FP8 layers do not allow, by name.
 
-    For the parent process before ranks start: imports torch and transformers, allocates nothing. With tp it builds
-    the model on meta.
+    For the parent process before ranks start: imports torch and transformers, allocates nothing. With tp or FP8 it
+    builds the model on meta.
     """
+    from ndbench.parallel.float8 import float8_refusals
     from ndbench.training.models import build_model, transformers_config
 
     try:
@@ -247,12 +292,14 @@ def plan_refusals(model: ModelConfig, parallelism: ParallelismConfig) -> list[st
             config = transformers_config(model)
             if reasons := refuse_attention(config, parallelism.cp_size, parallelism.cp_method):
                 return reasons
-        if parallelism.tp_size == 1:
+        if parallelism.tp_size == 1 and not float8:
             return []
         built = build_model(model)
     except ValueError as error:
         return [str(error)]
-    return _plan(built, model, parallelism).refusals  # type: ignore[no-any-return]
+    plan = _plan(built, model, parallelism) if parallelism.tp_size > 1 else None
+    reasons = [] if plan is None else list(plan.refusals)
+    return reasons + (float8_refusals(built.model, built.blocks, parallelism, plan) if float8 else [])
 
 
 def _plan(built: Any, model: ModelConfig, parallelism: ParallelismConfig) -> Any:

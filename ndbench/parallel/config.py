@@ -23,6 +23,15 @@ CHECKPOINTING_MODES = ("none", "full", "selective")
 ATTENTION_KERNELS = ("cudnn", "flash")
 """CUDA kernels that attention can be asked to use."""
 
+FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+"""How FP8 operands are scaled, in torchao's names: one scale a tensor (fastest), one a row, or that without the
+gradients of the weights (most exact)."""
+
+FLOAT8_MULTIPLE = 16
+"""FP8 matrix units take rows, columns and tokens in multiples of this."""
+
+FLOAT8_MISSING = "precision 'fp8' needs the package torchao: pip install 'ndbench[fp8]'"
+
 WHOLE_ATTENTION = frozenset({"phi3", "olmo2"})
 """Model types whose plan leaves attention whole on every tp rank, so that heads need not divide by tp."""
 

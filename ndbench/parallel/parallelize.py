@@ -15,6 +15,7 @@ from torch import nn
 from ndbench.parallel.attention import configure
 from ndbench.parallel.checkpointing import apply_checkpointing
 from ndbench.parallel.data import apply_fully_shard
+from ndbench.parallel.float8 import Float8, apply_float8
 from ndbench.parallel.initialize import Weights, fill, materialize
 from ndbench.parallel.mesh import Mesh
 from ndbench.parallel.plan import TensorPlan
@@ -34,6 +35,8 @@ class Technique:
     """Attention goes through transformers' registry (not so in a model of the user's own)."""
     attention_kernel: str | None = None
     """One of ``sdpa.KERNELS``; None leaves the choice to PyTorch."""
+    float8: Float8 | None = None
+    """The blocks' linear layers multiply in FP8; ``param_dtype`` is what the rest computes in."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,12 @@ def parallelize(
 
     ``block_names`` are the transformer blocks in order; ``plan`` is needed when tp > 1. Collective over the world.
     """
-    blocks = [model.get_submodule(name) for name in block_names]
     partial: frozenset[str] = frozenset()
+
+    # 0. FP8 makes new modules of linear layers, so it comes before anything that changes or remembers a module.
+    if technique.float8 is not None:
+        apply_float8(model, block_names, technique.float8)
+    blocks = [model.get_submodule(name) for name in block_names]
 
     # 1. TP replaces modules' arithmetic, so everything later wraps its result.
     if mesh.tp.size() > 1:

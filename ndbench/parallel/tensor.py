@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -142,10 +141,15 @@ class _Rowwise(_Local):
     tp_split: bool
     tp_scatter: bool
 
+    @property
+    def bias(self) -> nn.Parameter | None:
+        # The product is without it: it is added once, after the sum.
+        return None if self.tp_inside else self._parameters["bias"]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tp_split:
             x = split_last(x, self.tp_group)
-        out = F.linear(x, local_parameter(self, "weight"))
+        out = super().forward(x)
         out = scatter_partials(out, self.tp_group) if self.tp_scatter else sum_partials(out, self.tp_group)
         return out if self._parameters["bias"] is None else out + local_parameter(self, "bias")
 
@@ -183,7 +187,8 @@ def _become(module: nn.Module, kind: type[_Local], **attributes: Any) -> None:
 
 @functools.cache
 def _local_class(base: type[nn.Module], kind: type[_Local], names: tuple[str, ...]) -> type[nn.Module]:
-    parameters = {name: property(functools.partial(_parameter, name=name)) for name in names}
+    own = [name for name in names if name not in vars(kind)]
+    parameters = {name: property(functools.partial(_parameter, name=name)) for name in own}
     return type(f"{kind.__name__.strip('_')}{base.__name__}", (kind, base), {**parameters})
 
 

@@ -212,6 +212,9 @@ def _metrics(
         metrics |= _checkpoint_metrics(first.checkpoint or {})
     for convention in ("causal", "palm"):
         metrics[f"mfu_{convention}"] = _mfu(cell, convention, step_seconds, config.training.precision)
+    if config.training.precision == "fp8":
+        # Beside the share of the FP8 peak: attention and the head are not FP8, and bf16 cells are divided by this one.
+        metrics["mfu_causal_bf16_peak"] = _mfu(cell, "causal", step_seconds, "bf16")
     return metrics
 
 

@@ -160,7 +160,7 @@ def test_a_rank_that_goes_wrong_ends_the_run_with_its_reason(
         (["evaluation.every=9", "evaluation.fraction=0"], "evaluation.every=9 needs evaluation.fraction above 0"),
         (["evaluation.fraction=0.7"], "evaluation.fraction=0.7 must be at most 0.5"),
         (["data.max_bytes=600"], r"validation part"),
-        (["training.precision=fp8", "hardware=cpu"], "fp8"),
+        (["training.precision=fp8", "training.sequence_length=31"], "precision 'fp8' needs"),
         (["training.global_batch_size=3"], "global_batch_size 3 is not a multiple"),
         (["checkpoint.dir=used"], "used holds a training run: resume=auto goes on with it"),
         (["checkpoint.dir=used", "resume=used/step-00000001"], "step-00000001 is no whole checkpoint"),
