@@ -36,18 +36,28 @@ def all_reduce(x: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
 def all_gather(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """The group's equal parts along ``dim``, in rank order, without autograd."""
     ops = functional()
-    stacked = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
-    if dim == 0:
-        return stacked  # type: ignore[no-any-return]
-    return torch.cat(stacked.chunk(group.size), dim=dim)
+    rows = _rows(x, dim)
+    stacked: torch.Tensor = ops.wait_tensor(ops.all_gather_into_tensor(rows.contiguous(), group.size, group.name))
+    if rows is x:
+        return stacked if dim == 0 else torch.cat(stacked.chunk(group.size), dim=dim)
+    return stacked.view(*x.shape[:dim], *stacked.shape)
 
 
 def reduce_scatter(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     """This rank's equal part along ``dim`` of the sum over the group, without autograd."""
     ops = functional()
-    stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(group.size, dim=dim))
+    rows = _rows(x, dim)
+    stacked = rows.contiguous() if rows is not x or dim == 0 else torch.cat(x.chunk(group.size, dim=dim))
     part: torch.Tensor = ops.wait_tensor(ops.reduce_scatter_tensor(stacked, "sum", group.size, group.name))
-    return part
+    return part if rows is x else part.view(*x.shape[:dim], *part.shape)
+
+
+def _rows(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """``x`` without the dims before ``dim`` if these are of size 1, so that parts lie one after the other: no copy.
+
+    With one sequence a rank this is every gather and scatter of sequence parallelism; else ``x`` itself.
+    """
+    return x.flatten(0, dim) if dim and all(size == 1 for size in x.shape[:dim]) else x
 
 
 def own_part(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
