@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import tempfile
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from ndbench.engines.peers import peer_refusals
 from ndbench.engines.protocol import Batch, StepResult
 
 if TYPE_CHECKING:
@@ -72,13 +73,15 @@ class AccelerateEngine:
             options["fsdp_plugin"] = _fsdp_plugin(training, layout)
         if training.compile:
             options["dynamo_plugin"] = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
-        self.accelerator = accelerate.Accelerator(
-            cpu=not cuda,
-            mixed_precision="bf16" if training.precision == "bf16" else "no",
-            parallelism_config=_parallelism(layout, self.cp_strategy),
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-            **options,
-        )
+        # One rank trains without DDP, as it would if no launcher had started it.
+        with _without(*LAUNCHER) if cell.world_size == 1 else nullcontext():
+            self.accelerator = accelerate.Accelerator(
+                cpu=not cuda,
+                mixed_precision="bf16" if training.precision == "bf16" else "no",
+                parallelism_config=_parallelism(layout, self.cp_strategy),
+                kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+                **options,
+            )
         tp_mesh = self.accelerator.torch_device_mesh["tp"] if layout.tp_size > 1 else None
         model = _model(cell.config.model, training, device, tp_mesh)
         if training.activation_checkpointing == "full" and not sharded:
@@ -92,6 +95,8 @@ class AccelerateEngine:
         }
 
     def _train(self, cell: Cell, mesh: Mesh, model: nn.Module) -> None:
+        import torch
+
         from ndbench.training.optimizer import optimizer_class
         from ndbench.training.schedule import schedule_factors
 
@@ -108,6 +113,7 @@ class AccelerateEngine:
         self._mesh, self._limit, self._micro = mesh, training.max_grad_norm, training.micro_batch_size
         # DDP and FSDP take the mean over the ranks that share the parameters' gradient; a step's loss is a sum.
         self._averaged = layout.batch_size * layout.cp_size
+        self._cross_entropy = torch.compile(_cross_entropy) if training.compile else _cross_entropy
 
     def step(self, batch: Batch) -> StepResult:
         import torch
@@ -152,11 +158,14 @@ class AccelerateEngine:
         return shared
 
     def _loss_sum(self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        import torch.nn.functional as F
-
         assert self.model is not None
-        logits = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
+        inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}
+        if self._mesh.config.cp_size > 1:
+            # Positions of a part of the sequence have a gap, which transformers takes for packed documents, and makes a
+            # mask of all pairs of tokens that Accelerate then drops. A mask of four dims it takes as it is.
+            inputs["attention_mask"] = input_ids.new_zeros(1, 1, 1, 1)
+        loss: torch.Tensor = self._cross_entropy(self.model(**inputs, use_cache=False).logits, labels)
+        return loss
 
     def close(self) -> None:
         from accelerate.state import AcceleratorState, GradientState
@@ -170,25 +179,11 @@ class AccelerateEngine:
         return dict(self._facts)
 
 
-def peer_refusals(cell: Cell, name: str) -> list[str]:
-    """What another trainer is not asked to do here, one line each with the numbers."""
-    training, layout, model = cell.config.training, cell.parallelism, cell.config.model
-    reasons = [*layout.refuse(model, training)]
-    if training.precision not in ("fp32", "bf16"):
-        reasons.append(f"precision '{training.precision}' is not implemented for {name}; implemented: fp32, bf16")
-    if training.activation_checkpointing not in ("none", "full"):
-        reasons.append(f"activation_checkpointing '{training.activation_checkpointing}' is not offered by {name}")
-    if layout.cpu_offload:
-        reasons.append(f"cpu_offload is not implemented for {name}")
-    if layout.cp_size > 1 and layout.cp_method != "ring":
-        reasons.append(f"cp_method '{layout.cp_method}' is not implemented for {name}; implemented: ring")
-    if model.target is not None:
-        reasons.append(f"model.target={model.target} is not implemented for {name}, which needs a transformers model")
-    if training.max_grad_value is not None:
-        reasons.append(f"max_grad_value {training.max_grad_value} is not implemented for {name}")
-    if cell.config.data.documents == "packed":
-        reasons.append(f"data.documents=packed is not implemented for {name}")
-    return reasons
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum over the labels that bear loss; ``logits`` is [batch, sequence, vocabulary]."""
+    import torch.nn.functional as F
+
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
 def _only_sharded(layout: ParallelismConfig) -> bool:
@@ -229,6 +224,19 @@ def _ranks_are_devices() -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
+@contextmanager
+def _without(*names: str) -> Iterator[None]:
+    """Inside, the environment lacks these variables: it is where Accelerate looks for a launcher."""
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
 def _fsdp_plugin(training: TrainingConfig, layout: ParallelismConfig) -> Any:
     import torch
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -247,36 +255,28 @@ def _fsdp_plugin(training: TrainingConfig, layout: ParallelismConfig) -> Any:
 
 def _model(config: ModelConfig, training: TrainingConfig, device: torch.device, tp_mesh: Any) -> Any:
     """The bundled engine's model and starting weights, with transformers' own attention and, on ``tp_mesh``, its TP."""
+    import torch
+
     from ndbench.parallel.initialize import Weights, fill, materialize
     from ndbench.training.models import build_model
 
     built = build_model(config)
     model: Any = built.model
-    materialize(model, device, device)
     std = float(getattr(model.config, "initializer_range", config.initializer_range))
-    fill(model, Weights(training.seed, std, 0.0, built.constants))
-    model.set_attn_implementation("sdpa")
-    return model if tp_mesh is None else _tensor_parallel(model, tp_mesh)
-
-
-def _tensor_parallel(model: Any, tp_mesh: Any) -> Any:
-    """transformers shards a model over tp while it reads a checkpoint, so it gets one to read."""
-    import torch
-    import torch.distributed as dist
-
-    folder = [tempfile.mkdtemp(prefix="ndbench-tp-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder, src=0)
-    if dist.get_rank() == 0:
-        model.save_pretrained(folder[0])
-    dist.barrier()
-    kind = type(model)
-    del model
-    made = kind.from_pretrained(
-        Path(folder[0]), tp_plan="auto", device_mesh=tp_mesh, dtype=torch.float32, attn_implementation="sdpa"
+    weights = Weights(training.seed, std, 0.0, built.constants)
+    if tp_mesh is None:
+        materialize(model, device, device)
+        fill(model, weights)
+        model.set_attn_implementation("sdpa")
+        return model
+    # transformers shards a model over tp while it loads weights, so it is given them to load
+    whole = {name: weights.whole(name, parameter.shape, device) for name, parameter in model.named_parameters()}
+    return type(model).from_pretrained(
+        None,
+        config=model.config,
+        state_dict=whole,
+        tp_plan="auto",
+        device_mesh=tp_mesh,
+        dtype=torch.float32,
+        attn_implementation="sdpa",
     )
-    dist.barrier()
-    if dist.get_rank() == 0:
-        import shutil
-
-        shutil.rmtree(folder[0], ignore_errors=True)
-    return made

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from ndbench.engines.accelerate import peer_refusals
+from ndbench.engines.peers import peer_refusals
 from ndbench.engines.protocol import Batch, StepResult
 
 if TYPE_CHECKING:
@@ -37,9 +37,14 @@ NAMES = {
 
 
 class TorchtitanEngine:
-    """``training.loss_chunk_size`` and the options of our own axes do not apply to it."""
+    """``training.loss_chunk_size`` and the options of our own axes do not apply to it.
 
-    def __init__(self) -> None:
+    torchtitan computes in float32 where TP is alone, whatever the precision: with ``tp_autocast`` it gets what it uses
+    itself on one GPU and with DDP, torch's autocast.
+    """
+
+    def __init__(self, tp_autocast: bool = True) -> None:
+        self.tp_autocast = tp_autocast
         self.model: nn.Module | None = None
         self._facts: dict[str, Any] = {}
 
@@ -90,11 +95,18 @@ class TorchtitanEngine:
         self._loss = build_cross_entropy_loss(job)
         self._context = utils.get_train_context(layout.tp_size > 1)
         self._amp = utils.maybe_enable_amp(dims, job.training.mixed_precision_param, mesh.device_type)
+        alone = layout.tp_size > 1 and layout.fsdp_size == 1
+        if alone and self.tp_autocast and training.precision == "bf16":
+            self._amp = torch.autocast(mesh.device_type, dtype=torch.bfloat16)
         self._clip = utils.clip_grad_norm_
         # DDP takes the mean over its ranks; torchtitan turns FSDP's off.
         self._averaged = layout.dp_replicate_size if layout.fsdp_size == 1 else 1
         self._optimize(training)
-        self._facts = {"torchtitan": getattr(torchtitan, "__version__", None), "attention_kernel": "sdpa"}
+        self._facts = {
+            "torchtitan": getattr(torchtitan, "__version__", None),
+            "attention_kernel": "sdpa",
+            "tp_autocast": alone and self.tp_autocast,
+        }
 
     def _optimize(self, training: TrainingConfig) -> None:
         from ndbench.training.optimizer import optimizer_class
@@ -166,13 +178,14 @@ def _job(training: TrainingConfig, layout: ParallelismConfig) -> Any:
     job.parallelism.data_parallel_shard_degree = layout.dp_shard_size
     job.parallelism.context_parallel_degree = layout.cp_size
     job.parallelism.tensor_parallel_degree = layout.tp_size
-    job.parallelism.fsdp_reshard_after_forward = "always" if layout.reshard_after_forward else "never"
+    job.parallelism.fsdp_reshard_after_forward = "default" if layout.reshard_after_forward else "never"
     return job
 
 
 def _arguments(model: ModelConfig, training: TrainingConfig) -> Any:
     """Its model arguments: the MLP's width is rounded up to a multiple of itself, which makes it exact."""
     from torchtitan.models.llama3 import TransformerModelArgs
+    from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
     assert model.hidden_size is not None
     assert model.intermediate_size is not None
@@ -186,24 +199,23 @@ def _arguments(model: ModelConfig, training: TrainingConfig) -> Any:
         ffn_dim_multiplier=0.9 * model.intermediate_size / (8 * model.hidden_size / 3),
         norm_eps=model.hf.get("rms_norm_eps", 1e-6),
         rope_theta=model.hf.get("rope_theta", 10000.0),
+        rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0),  # its default stretches positions as Llama 3.1 does
         max_seq_len=training.sequence_length,
     )
 
 
 def _fill(model: nn.Module, config: ModelConfig, training: TrainingConfig) -> None:
     """The bundled engine's starting weights; its rotary embedding pairs neighbours, so q and k rows are reordered."""
-    import torch
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    from ndbench.parallel.initialize import Weights
+    from ndbench.parallel.initialize import Weights, computing_device
 
     weights = Weights(training.seed, config.initializer_range)
     assert config.num_attention_heads is not None
     heads = {"wq": config.num_attention_heads, "wk": config.num_key_value_heads or config.num_attention_heads}
     for name, parameter in model.named_parameters():
         module = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "").removesuffix(".weight")
-        rows = [piece for _, piece in weights.rows(_theirs(module), parameter.shape, 0, parameter.shape[0])]
-        full = torch.cat(rows).to(parameter.device)
+        full = weights.whole(_theirs(module), parameter.shape, computing_device(parameter))
         kind = module.rpartition(".")[2]
         if kind in heads:
             full = full.view(heads[kind], 2, -1, full.shape[1]).transpose(1, 2).reshape(full.shape)

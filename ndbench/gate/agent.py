@@ -47,10 +47,10 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 def _measurer(request: dict[str, Any]) -> Any:
     from ndbench.results.store import RunFolder
-    from ndbench.run.launch import start_fork_server
+    from ndbench.run.launch import model_modules, start_fork_server
     from ndbench.run.repeat import Measurer
 
-    start_fork_server(set(request["model_types"]), request["start_method"])
+    start_fork_server(model_modules(request["model_types"]), request["start_method"])
     return Measurer(request["run"], RunFolder(Path(request["folder"])), Path.cwd())
 
 

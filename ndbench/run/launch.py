@@ -14,13 +14,17 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import psutil
 
 from ndbench.run.process import tail
 from ndbench.run.task import RankReport, Task
+
+if TYPE_CHECKING:
+    from ndbench.config import Cell
 
 STACKS_WAIT = 2.0
 """Seconds between asking hung ranks for their stacks and killing them."""
@@ -43,14 +47,35 @@ class Interrupted(Exception):
         self.signum = signum
 
 
-def start_fork_server(model_types: set[str], start_method: str) -> None:
-    """Have the fork server load torch, the engine and the models' code once, before the first rank is forked."""
+COMPILER = ("torch._functorch.aot_autograd", "torch._inductor.compile_fx")
+TORCHTITAN = ("datasets", "torch.utils.tensorboard", "tyro", "torchtitan.models.llama3")
+
+
+def preloaded(cells: Iterable[Cell]) -> list[str]:
+    """What the fork server imports for ``cells``, in order: what their ranks would import one by one."""
+    models, compiled, engines = set[str](), False, set[str]()
+    for cell in cells:
+        if cell.config.model.model_type:
+            models.add(cell.config.model.model_type)
+        compiled |= cell.config.training.compile
+        engines.add(cell.config.engine.name)
+    return [*model_modules(models), *(COMPILER if compiled else ()), *(TORCHTITAN if "torchtitan" in engines else ())]
+
+
+def model_modules(model_types: Iterable[str]) -> list[str]:
+    """transformers' modules with these models' code."""
+    return [f"transformers.models.{name}.modeling_{name}" for name in sorted(model_types)]
+
+
+def start_fork_server(modules: Sequence[str], start_method: str) -> None:
+    """Have the fork server load torch, the engine and ``modules`` once, before the first rank is forked."""
     if start_method != "forkserver":
         return
     from multiprocessing import forkserver
 
-    models = [f"transformers.models.{name}.modeling_{name}" for name in sorted(model_types)]
-    multiprocessing.set_forkserver_preload([*models, "ndbench.run.preload"])
+    multiprocessing.set_forkserver_preload(["ndbench.run.preload", *modules, "ndbench.run.preload_end"])
+    # libraries ask whether there is a GPU when they are imported; CUDA's own answer would start it in the server
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # torch reads this once, when its thread pools are made; the worker raises it where there are cores to spare
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     forkserver.ensure_running()

@@ -1,19 +1,25 @@
-"""Imported by the fork server: everything a rank needs, so that no rank pays for importing it.
+"""Imported by the fork server before anything else: everything a rank needs, so that no rank pays for importing it.
 
-Nothing here may create a thread, a process group or a CUDA context: those do not survive the fork.
+Nothing here, and nothing that the server imports later, may create a thread, a process group or a CUDA context: those
+do not survive the fork.
 """
 
 import signal
+import sys
 import threading
 import warnings
 
-import torch.distributed.fsdp
-import torch.distributed.tensor.parallel
-import torch.utils.flop_counter  # noqa: F401
+# transformers imports torchao where it is installed, and torchao asks the GPU what it can do: a rank imports it itself.
+# preload_end gives it back.
+sys.modules.setdefault("torchao", None)  # type: ignore[arg-type]
 
-import ndbench.engines.bundled
-import ndbench.run.worker  # noqa: F401
-from ndbench.run.process import adopt_orphans
+import torch.distributed.fsdp  # noqa: E402
+import torch.distributed.tensor.parallel  # noqa: E402
+import torch.utils.flop_counter  # noqa: E402, F401
+
+import ndbench.engines.bundled  # noqa: E402
+import ndbench.run.worker  # noqa: E402, F401
+from ndbench.run.process import adopt_orphans  # noqa: E402
 
 # What a killed rank had started becomes the fork server's, and so is still found below the run and ended.
 adopt_orphans()

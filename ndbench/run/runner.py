@@ -74,10 +74,7 @@ def _measure(plan: Plan, folder: RunFolder, max_failures: int | None, console: C
         plan.run, list(done.values()), measurer.code, measurer.cell_version, measurer.fingerprint, plan.cells
     )
     first = next(iter(plan.cells.values()))
-    launching.start_fork_server(
-        {cell.config.model.model_type for cell in plan.cells.values() if cell.config.model.model_type},
-        first.config.launcher.start_method,
-    )
+    launching.start_fork_server(launching.preloaded(plan.cells.values()), first.config.launcher.start_method)
     began, failures = time.monotonic(), 0
     stopped: str | None = None
     broken = {name: record for (name, _), record in done.items() if _hopeless(record)}

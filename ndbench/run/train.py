@@ -109,8 +109,7 @@ def _launch(cell: Cell, folder: Path, scratch: Path, view: TrainingView, stack: 
     from ndbench.run import launch as launching
 
     config = cell.config
-    model_types = {config.model.model_type} if config.model.model_type else set()
-    launching.start_fork_server(model_types, config.launcher.start_method)
+    launching.start_fork_server(launching.preloaded([cell]), config.launcher.start_method)
     # The server loads torch while this process does.
     from ndbench.run.locks import device_locks
     from ndbench.run.progress import StepCounter

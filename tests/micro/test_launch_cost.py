@@ -74,7 +74,7 @@ def launch_once(layout: str, folder: Path) -> tuple[float, float]:
 def test_a_repeat_of_eight_ranks_costs_little_beside_its_steps(
     benchmark: Any, tmp_path: Path, layout: str, excess_limit: float
 ) -> None:
-    launching.start_fork_server({"llama"}, "forkserver")
+    launching.start_fork_server(launching.model_modules(["llama"]), "forkserver")
     bare_launch()  # waits for the fork server's imports
     found: list[tuple[float, float]] = []
     bare = [bare_launch()]

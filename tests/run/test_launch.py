@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import re
@@ -27,7 +28,7 @@ ENGINE = "tests.run.engines.SmallEngine"
 
 @pytest.fixture(scope="module", autouse=True)
 def _fork_server() -> None:
-    launching.start_fork_server(set(), "forkserver")
+    launching.start_fork_server(launching.model_modules(["llama"]), "forkserver")
 
 
 def make_cell(ranks: int = 2, timeout: float = 60.0, warmup: int | None = None, **options: object) -> Cell:
@@ -136,7 +137,7 @@ def test_ranks_die_with_the_run(tmp_path: Path) -> None:
         "from tests.run.test_launch import make_cell, run\n"
         "from ndbench.run import launch\n"
         "if __name__ == '__main__':\n"
-        "    launch.start_fork_server(set(), 'forkserver')\n"
+        "    launch.start_fork_server([], 'forkserver')\n"
         "    run(make_cell(fault='hang', timeout=100.0), Path(sys.argv[2]))\n"
     )
     root = str(Path(__file__).parents[2])
@@ -169,6 +170,34 @@ def test_ranks_are_found_and_ended_whatever_the_start_method(method: str) -> Non
     launching.kill_ranks(others)
     rank.join(5)
     assert rank.exitcode not in (None, 0)
+
+
+def test_the_fork_server_has_the_model_and_nothing_that_asks_a_gpu(tmp_path: Path) -> None:
+    """A CUDA context in the server breaks every rank; torchao, which transformers imports, would make one."""
+    told = tmp_path / "modules"
+    rank = multiprocessing.get_context("forkserver").Process(target=_tell_modules, args=(told,))
+    rank.start()
+    rank.join(120)
+    loaded = json.loads(told.read_text())
+    assert loaded == {"model": True, "torchao": "absent", "asks": "1"}
+
+
+def _tell_modules(path: Path) -> None:
+    loaded = {
+        "model": "transformers.models.llama.modeling_llama" in sys.modules,
+        "torchao": "loaded or barred" if "torchao" in sys.modules else "absent",
+        "asks": os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"),
+    }
+    path.write_text(json.dumps(loaded))
+
+
+def test_what_the_ranks_of_a_plan_would_import_is_loaded_once() -> None:
+    plain, compiled = make_cell(), make_cell()
+    compiled.config.training.compile, compiled.config.engine.name = True, "torchtitan"
+    plain.config.model.model_type = compiled.config.model.model_type = "llama"
+    assert launching.preloaded([plain]) == ["transformers.models.llama.modeling_llama"]
+    both = launching.preloaded([plain, compiled])
+    assert both == [*launching.preloaded([plain]), *launching.COMPILER, *launching.TORCHTITAN]
 
 
 def test_a_gradient_norm_at_some_steps_only_is_refused(tmp_path: Path) -> None:
