@@ -84,7 +84,8 @@ class TrainingConfig:
     sequence_length: int = 128
     """Tokens of one sequence (before the shift by one that makes labels)."""
     precision: str = "fp32"
-    """``fp32``, ``bf16`` (bf16 compute, fp32 parameters and gradient reduction) or ``fp8``."""
+    """``fp32``, ``bf16`` (bf16 compute, fp32 parameters and gradient reduction) or ``fp8`` (that, with the
+    linear layers of the blocks in FP8)."""
     optimizer: str = "adamw"
     """``adamw`` or ``sgd``."""
     learning_rate: float = 3e-4

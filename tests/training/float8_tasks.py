@@ -68,7 +68,7 @@ def curve(
         "facts": engine.info(),
         "kinds": [type(module).__name__ for module in engine.stepper.model.modules()],
     }
-    if not training.compile:
+    if not training.compile and device.type == "cpu":
         with Float8Casts() as casts:
             engine.stepper.backward(data(steps))
         found["casts"] = casts.count
@@ -86,6 +86,13 @@ def both(
         for precision in ("bf16", "fp8")
     )
     return low, lower
+
+
+def products(case: tuple[ModelConfig, TrainingConfig, ParallelismConfig], device_type: str = "cuda") -> int:
+    """Matrix products in FP8 of one step, without emulation."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        curve(case, device_type, 1)
+    return sum(event.count for event in profile.key_averages() if event.key == "aten::_scaled_mm")
 
 
 def in_one_process(function: Any, *arguments: Any) -> Any:
