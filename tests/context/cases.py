@@ -43,6 +43,9 @@ class Case:
     device: str = "cpu"
     masked_rows: int = ring.MASKED_ROWS
     """Rows of a masked tile of the ring; small ones make short sequences many tiles."""
+    kernel: str | None = None
+    """What blocks without a mask run on, on CUDA."""
+    fused: bool = False
 
 
 class _Layer(torch.nn.Module):
@@ -58,7 +61,7 @@ def attention_errors(case: Case) -> dict[str, tuple[float, float]]:
         documents = documents.to(case.device)
     expected = reference(case, q, k, v, dout, documents)
     layer = _Layer()
-    attention.configure(layer, dist.group.WORLD, case.method)
+    attention.configure(layer, dist.group.WORLD, case.method, case.kernel, case.fused)
     small = functools.partial(ring.tiles, masked_rows=case.masked_rows)
     with mock.patch.object(ring, "tiles", small), planted(case.fault) as change:
         # A fault of the caller: the shards are cut for the other method.
@@ -130,7 +133,9 @@ def sent(case: Case) -> dict[str, dict[str, tuple[int, int]]]:
     attention.configure(layer, dist.group.WORLD, case.method)
     axes = {dist.group.WORLD.group_name: "cp"}
     with CollectiveRecorder(axes) as forward:
-        out, _ = attention.ndbench_attention(layer, *(x.requires_grad_() for x in (q, k, v)))
+        out, _ = attention.ndbench_attention(
+            layer, *(x.requires_grad_() for x in (q, k, v)), sliding_window=case.window
+        )
     with CollectiveRecorder(axes) as backward:
         out.backward(dout.transpose(1, 2))
     table = {"forward": totals(forward.table()), "backward": totals(backward.table())}

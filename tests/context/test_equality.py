@@ -96,6 +96,9 @@ def test_bytes_on_the_wire_equal_the_formula(cp_size: int, dtype: torch.dtype) -
     for measured in pool(cp_size).run(sent, case):
         formula = ring_bytes(**shape)
         assert measured == {phase: {"send": (count, formula[phase])} for phase, count in messages.items()}
+    for measured in pool(cp_size).run(sent, dataclasses.replace(case, window=9)):
+        masked = ring_bytes(**shape, masked=True)
+        assert {phase: row["send"][1] for phase, row in measured.items()} == masked
     for measured in pool(cp_size).run(sent, dataclasses.replace(case, method="ulysses")):
         formula = ulysses_bytes(heads=case.heads, **shape)
         assert measured == {phase: {"all_to_all": (2, formula[phase])} for phase in messages}
