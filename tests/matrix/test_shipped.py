@@ -87,13 +87,15 @@ def test_the_suites_for_h200_hold_their_cells_and_all_of_them_fit(suite: str, de
 def test_peers_are_the_same_cell_but_for_the_engine() -> None:
     matrix = expand(["suite=peers", "hardware=h200_x2"], here=False)
     cells = [*matrix.cells, *(cell for cell, _ in matrix.skipped)]
-    assert {(cell.parallelism.layout, cell.config.engine.name) for cell in cells} == {
-        (layout, engine) for layout in ("ddp2", "fsdp2", "tp2", "cp2") for engine in ("ndbench", *PEERS)
-    }
-    for layout in ("ddp2", "cp2"):
-        same = [cell.config for cell in cells if cell.parallelism.layout == layout]
+    sizes = {cell.name.removesuffix(f"-{cell.config.engine.name}"): cell.world_size for cell in cells}
+    layouts = dict.fromkeys(("ddp2-1b", "fsdp2-1b", "tp2-1b", "cp2-1b", "fsdp2-8b", "cp2-8b_128k"), 2)
+    assert sizes == {"single-one": 1, **layouts}
+    for name in sizes:
+        same = [cell.config for cell in cells if cell.name.startswith(f"{name}-")]
+        assert {config.engine.name for config in same} == {"ndbench", *PEERS}
         assert all(config.training == same[0].training and config.model == same[0].model for config in same)
-        assert same[0].training.sequence_length == (32768 if layout == "cp2" else 8192)
+        assert same[0].training.sequence_length == {"cp2-1b": 32768, "cp2-8b_128k": 131072}.get(name, 8192)
+        assert same[0].training.compile
 
 
 PEERS = ("accelerate", "torchtitan")
