@@ -257,6 +257,7 @@ def _model(config: ModelConfig, training: TrainingConfig, device: torch.device, 
     """The bundled engine's model and starting weights, with transformers' own attention and, on ``tp_mesh``, its TP."""
     import torch
 
+    from ndbench.parallel._torch_private import local_tensor
     from ndbench.parallel.initialize import Weights, fill, materialize
     from ndbench.training.models import build_model
 
@@ -270,13 +271,19 @@ def _model(config: ModelConfig, training: TrainingConfig, device: torch.device, 
         model.set_attn_implementation("sdpa")
         return model
     # transformers shards a model over tp while it loads weights, so it is given them to load
+    from transformers.distributed import DistributedConfig
+
     whole = {name: weights.whole(name, parameter.shape, device) for name, parameter in model.named_parameters()}
-    return type(model).from_pretrained(
+    made = type(model).from_pretrained(
         None,
         config=model.config,
         state_dict=whole,
-        tp_plan="auto",
+        distributed_config=DistributedConfig(tp_size=tp_mesh.size(), tp_plan="auto"),
         device_mesh=tp_mesh,
         dtype=torch.float32,
         attn_implementation="sdpa",
     )
+    for parameter in made.parameters():  # a shard may be a view of the whole, which would stay in memory with it
+        local = local_tensor(parameter)
+        local.data = local.data.clone()
+    return made
