@@ -271,7 +271,7 @@ def _model(config: ModelConfig, training: TrainingConfig, device: torch.device, 
         model.set_attn_implementation("sdpa")
         return model
     # transformers shards a model over tp while it loads weights, so it is given them to load
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     whole = {name: weights.whole(name, parameter.shape, device) for name, parameter in model.named_parameters()}
     made = type(model).from_pretrained(
