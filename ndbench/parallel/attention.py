@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ndbench.parallel import masks
+from ndbench.parallel._transformers_private import leave_torchao_alone
 from ndbench.parallel.context import METHODS, refuse_attention
 from ndbench.parallel.kernels import block_kernel
 from ndbench.parallel.ring import RingPlan, ring_attention
@@ -59,6 +60,7 @@ class AttentionContext:
 
 def register() -> None:
     """Make the function known to transformers as ``attn_implementation="ndbench"``; may be called again."""
+    leave_torchao_alone()
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, ndbench_attention)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ndbench.config import ModelConfig
+from ndbench.parallel._transformers_private import leave_torchao_alone
 from ndbench.parallel.attention import ATTENTION_NAME, register
 
 FIELDS = (
@@ -60,6 +61,7 @@ def build_model(config: ModelConfig) -> BuiltModel:
 
 def transformers_config(config: ModelConfig) -> Any:
     """The transformers configuration of a model that is not a ``target``."""
+    leave_torchao_alone()
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
