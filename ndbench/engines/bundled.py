@@ -58,6 +58,7 @@ class BundledEngine:
             *_refuse_training(config.training, config.model),
             *_refuse_chunks(config.training, config.parallelism),
             *_refuse_kernel(self.attention),
+            *_refuse_copy_engine(config.parallelism, config.hardware.device),
             *_refuse_float8(cell, self.fp8),
             *_refuse_written_attention(config.model, config.parallelism),
         ]
@@ -86,6 +87,7 @@ class BundledEngine:
 
         from ndbench.parallel import float8
         from ndbench.parallel.attention import attention_kernel
+        from ndbench.parallel.copy_engine import why_not
         from ndbench.parallel.gradients import Gradients
         from ndbench.parallel.initialize import Weights
         from ndbench.parallel.parallelize import Technique, parallelize
@@ -105,6 +107,8 @@ class BundledEngine:
         if training.precision == "fp8":
             low = float8.float8_for(device, self.fp8)
             reasons += float8.float8_refusals(built.model, built.blocks, mesh.config, plan)
+        if mesh.config.fsdp_collectives == "copy_engine" and mesh.fsdp.size() > 1:
+            reasons += [f"fsdp_collectives=copy_engine: {why}" for why in (why_not(mesh.fsdp.get_group()),) if why]
         if reasons:
             raise ValueError("; ".join(reasons))
         dtype = None if training.precision == "fp32" else torch.bfloat16
@@ -117,7 +121,15 @@ class BundledEngine:
             device,
             plan,
             Weights(training.seed, std, self.weight_jitter, built.constants),
-            Technique(dtype, training.activation_checkpointing, training.compile, built.transformers, kernel, low),
+            Technique(
+                dtype,
+                training.activation_checkpointing,
+                training.compile,
+                built.transformers,
+                kernel,
+                _accumulates(training, mesh.config),
+                low,
+            ),
         )
         vocab_size = getattr(getattr(built.model, "config", None), "vocab_size", None)
         loss_sum = attach_loss(
@@ -253,6 +265,19 @@ def _refuse_float8(cell: Cell, recipe: str) -> list[str]:
             f"{config.training.sequence_length} over cp {layout.cp_size} are {tokens}"
         )
     return reasons
+
+
+def _accumulates(training: TrainingConfig, parallelism: ParallelismConfig) -> bool:
+    return (
+        training.micro_batch_size is not None
+        and training.micro_batch_size < training.global_batch_size // parallelism.batch_size
+    )
+
+
+def _refuse_copy_engine(parallelism: ParallelismConfig, device: str) -> list[str]:
+    if parallelism.fsdp_collectives == "copy_engine" and device == "cpu":
+        return ["parallelism.fsdp_collectives=copy_engine needs GPUs; hardware.device is cpu"]
+    return []
 
 
 def _refuse_chunks(training: TrainingConfig, parallelism: ParallelismConfig) -> list[str]:

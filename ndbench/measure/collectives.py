@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from ndbench.measure import _torch_private as private
 from ndbench.measure.modules import ModuleStack
 
-NAMESPACES = ("c10d", "_c10d_functional", "symm_mem")
+NAMESPACES = ("c10d", "_c10d_functional", "symm_mem", "ndbench")
 
 OPERATIONS = {
     "_allgather_base_": "all_gather",
@@ -64,6 +64,8 @@ OPERATIONS = {
     "recv_any_source_": "recv",
     "irecv": "recv",
     "barrier": "barrier",
+    "all_gather_by_copies": "all_gather",
+    "scatter_by_copies": "reduce_scatter",
     "monitored_barrier_": "barrier",
 }
 """Our name by operator name. Any other operator on a process group is recorded under its own name with 0 bytes."""

@@ -11,6 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+__all__ = ["AllGather", "ReduceScatter"]
+"""What FSDP2 gathers and reduces with: ``set_custom_all_gather`` and ``set_custom_reduce_scatter`` are public."""
 
 TRIED_TORCH = ("2.11.0", "2.13.0")
 
@@ -59,3 +63,10 @@ def functional() -> Any:
     The operators behind ``torch.distributed._functional_collectives``: they trace under fake tensors and torch.compile.
     """
     return torch.ops._c10d_functional
+
+
+def symmetric_memory() -> Any:
+    """``empty`` and ``rendezvous`` of memory that the ranks of a host map into each other."""
+    import torch.distributed._symmetric_memory as module
+
+    return module

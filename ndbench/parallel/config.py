@@ -17,6 +17,7 @@ from ndbench.parallel.context import refuse_context
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the slowest to the fastest varying rank index."""
 
+FSDP_COLLECTIVES = ("nccl", "copy_engine")
 CHECKPOINTING_MODES = ("none", "full", "selective")
 """Activation checkpointing: keep everything, a block's input only, or that and what is dear to compute again."""
 
@@ -80,6 +81,9 @@ class ParallelismConfig:
 
     reshard_after_forward: bool = True
     """FSDP: free a block's gathered parameters between forward and backward (less memory, one more all-gather)."""
+    fsdp_collectives: str = "nccl"
+    """FSDP: blocks are gathered and reduced by ``nccl``, or by the ``copy_engine`` of GPUs that share a host: no
+    multiprocessor is taken from the computation."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     sequence_parallel: bool = True
@@ -171,7 +175,19 @@ class ParallelismConfig:
         unresolved = [f"parallelism.{axis}_size is {size}" for axis, size in self.sizes.items() if size < 1]
         if unresolved:
             return unresolved
-        return [*self._refuse_batch(training), *self._refuse_tensor(model), *self._refuse_sequence(model, training)]
+        return [
+            *self._refuse_collectives(),
+            *self._refuse_batch(training),
+            *self._refuse_tensor(model),
+            *self._refuse_sequence(model, training),
+        ]
+
+    def _refuse_collectives(self) -> list[str]:
+        if self.fsdp_collectives not in FSDP_COLLECTIVES:
+            return [f"fsdp_collectives '{self.fsdp_collectives}' is not known; known: {', '.join(FSDP_COLLECTIVES)}"]
+        if self.fsdp_collectives == "copy_engine" and self.cpu_offload:
+            return ["fsdp_collectives=copy_engine keeps buffers on the GPU; with cpu_offload=true take nccl"]
+        return []
 
     def _refuse_batch(self, training: StepShape) -> list[str]:
         total, ranks, micro = training.global_batch_size, self.batch_size, training.micro_batch_size

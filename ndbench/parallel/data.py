@@ -1,10 +1,13 @@
 """Data parallelism: FSDP2 over the ``fsdp`` view, replicas as the outer dim of a 2-D mesh, (N, 1) without shards.
 
-One unit a transformer block and one for the rest. Gradients are sums over ranks, never means: the loss is already
-divided by the tokens of the whole global batch. It knows nothing of tensor or context parallelism.
+A unit is gathered and reduced at once: each transformer block, the embedding, the output head, and the rest. Gradients
+are sums over ranks, never means: the loss is already divided by the tokens of the whole global batch. It knows nothing
+of tensor or context parallelism.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -13,23 +16,54 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from ndbench.parallel.mesh import Mesh
 
 
-def apply_fully_shard(model: nn.Module, blocks: list[nn.Module], mesh: Mesh, param_dtype: torch.dtype | None) -> None:
-    """Shard ``blocks`` and then ``model`` in place; ``param_dtype`` is what forward and backward compute in.
+def apply_fully_shard(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    mesh: Mesh,
+    param_dtype: torch.dtype | None,
+    device: torch.device,
+    accumulates: bool = True,
+    fused: bool = False,
+) -> None:
+    """Shard the units of ``model`` in place; ``param_dtype`` is what forward and backward compute in.
 
-    Gradients are reduced in float32 whatever they are computed in.
+    Gradients are summed in float32 whatever they are computed in. Copy engines do so on arrival, so what they carry may
+    be narrower unless a step ``accumulates`` micro-batches; ``fused`` compiles their sums.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    copies = mesh.config.fsdp_collectives == "copy_engine" and mesh.fsdp.size() > 1
+    of_blocks = replace(policy, reduce_dtype=None) if copies and not accumulates else policy
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if mesh.config.cpu_offload else OffloadPolicy()
-    for module in (*blocks, model):
-        # The root is needed again at once in backward; freeing it would only gather it twice.
-        reshard = mesh.config.reshard_after_forward and module is not model
+    for module in (*blocks, *_tables(model), model):
+        # What comes last in forward comes first in backward; freeing it would only gather it twice. The embedding is
+        # kept like it: all of both is what a rank holds anyway when it computes the loss.
+        reshard = mesh.config.reshard_after_forward and module in blocks
         fully_shard(
-            module, mesh=mesh.fsdp_mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard
+            module,
+            mesh=mesh.fsdp_mesh,
+            mp_policy=of_blocks if module in blocks else policy,
+            offload_policy=offload,
+            reshard_after_forward=reshard,
         )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         # gloo has no PREMUL_SUM, which a divide factor would otherwise go through.
         module.set_force_sum_reduction_for_comms(True)
+    if copies:
+        from ndbench.parallel.copy_engine import use_copy_engines
+
+        use_copy_engines(blocks, mesh.fsdp.get_group(), device, fused)
+
+
+def _tables(model: nn.Module) -> list[nn.Module]:
+    """Embedding and output head, the largest weights outside the blocks, unless they are one.
+
+    As units of their own the head's is gathered, and its gradient reduced, while blocks compute.
+    """
+    getters = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
+    found = [module for getter in getters if getter is not None and (module := getter()) is not None]
+    weights = {id(module.weight) for module in found}
+    return found if len(found) == len(weights) == 2 else []
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:

@@ -35,6 +35,8 @@ class Technique:
     """Attention goes through transformers' registry (not so in a model of the user's own)."""
     attention_kernel: str | None = None
     """One of ``sdpa.KERNELS``; None leaves the choice to PyTorch."""
+    accumulates: bool = True
+    """A step may be several micro-batches, whose gradients are added up before they are reduced."""
     float8: Float8 | None = None
     """The blocks' linear layers multiply in FP8; ``param_dtype`` is what the rest computes in."""
 
@@ -77,9 +79,9 @@ def parallelize(
         partial = apply_tensor_parallel(model, mesh.tp, plan)
 
     # 2. Attention learns where the rest of the sequence is.
+    fused = technique.compile and device.type == "cuda"
     if technique.registry_attention:
         cp_group = mesh.cp.get_group() if mesh.cp.size() > 1 else None
-        fused = technique.compile and device.type == "cuda"
         configure(model, cp_group, mesh.config.cp_method, technique.attention_kernel, fused)
 
     # 3. Recomputation encloses TP's and CP's communication, and is what gets compiled.
@@ -93,7 +95,7 @@ def parallelize(
     #    only for its offload.
     sharded = mesh.fsdp_mesh.size() > 1 or mesh.config.cpu_offload
     if sharded:
-        apply_fully_shard(model, blocks, mesh, technique.param_dtype)
+        apply_fully_shard(model, blocks, mesh, technique.param_dtype, device, technique.accumulates, fused)
 
     # 5. Only now is memory allocated, a shard at a time.
     materialize(model, device, torch.device("cpu") if mesh.config.cpu_offload else device)

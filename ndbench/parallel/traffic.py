@@ -88,9 +88,14 @@ def block_shard(model: LlamaShape, layout: ParallelismConfig) -> int:
 
 def root_shard(model: LlamaShape, layout: ParallelismConfig) -> int:
     """Elements of what is outside the blocks: embedding, output head (unless tied), last norm."""
-    rows = -(-model.vocab_size // layout.tp_size)
-    tables = 1 if model.tie_word_embeddings else 2
-    return _shards([(rows, model.hidden_size)] * tables + [(model.hidden_size, 1)], layout.fsdp_size)
+    return sum(_outside(model, layout))
+
+
+def _outside(model: LlamaShape, layout: ParallelismConfig) -> list[int]:
+    """Elements of each FSDP unit outside the blocks: embedding, head and the norm; tied, they are one."""
+    table = _shards([(-(-model.vocab_size // layout.tp_size), model.hidden_size)], layout.fsdp_size)
+    norm = _shards([(model.hidden_size, 1)], layout.fsdp_size)
+    return [table + norm] if model.tie_word_embeddings else [table, table, norm]
 
 
 class _Sum:
@@ -126,10 +131,14 @@ def _data(total: _Sum, model: LlamaShape, layout: ParallelismConfig, step: StepS
     layers, shards, replicas = model.num_hidden_layers, layout.fsdp_size, layout.dp_replicate_size
     axis = group_label(layout, VIEWS["fsdp"])
     again = 2 if layout.reshard_after_forward else 1
-    for units, gathers, size in ((layers, again, block_shard(model, layout)), (1, 1, root_shard(model, layout))):
+    # Copy engines carry what was computed, unless it was added up over micro-steps.
+    as_computed = layout.fsdp_collectives == "copy_engine" and micro_steps == 1
+    of_blocks = step.element_size if as_computed else GRADIENT_BYTES
+    outside = [(1, 1, size, GRADIENT_BYTES) for size in _outside(model, layout)]
+    for units, gathers, size, width in [(layers, again, block_shard(model, layout), of_blocks), *outside]:
         if shards > 1:
             total.add("all_gather", axis, micro_steps * units * gathers, (shards - 1) * size * step.element_size)
-            total.add("reduce_scatter", axis, units, (shards - 1) * size * GRADIENT_BYTES)
+            total.add("reduce_scatter", axis, units, (shards - 1) * size * width)
         if replicas > 1:
             total.add("all_reduce", "dp_replicate", units, _reduced(size * GRADIENT_BYTES, replicas))
 

@@ -94,12 +94,21 @@ def attach_loss(
             hidden = self.base_model(**inputs).last_hidden_state  # type: ignore[operator]
             if enter is not None:
                 hidden = enter(hidden)
-            head = self.get_output_embeddings()  # type: ignore[operator]
-            kind = str(self.config.model_type)  # type: ignore[union-attr]
-            transform = LOGIT_TRANSFORMS[kind](self.config) if kind in LOGIT_TRANSFORMS else None
-            weight, bias = local_parameter(head, "weight"), None if head.bias is None else local_parameter(head, "bias")
-            return chunked_loss_sum(hidden.flatten(0, 1), weight, bias, labels.flatten(), loss, transform, chunk_size)
+            summed: torch.Tensor = head.loss_sum(hidden.flatten(0, 1), labels.flatten())
+            return summed
 
+    def of_head(self: nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        assert chunk_size is not None
+        weight, bias = local_parameter(self, "weight"), None if self.bias is None else local_parameter(self, "bias")
+        return chunked_loss_sum(hidden, weight, bias, labels, loss, transform, chunk_size)
+
+    if chunk_size is not None:
+        kind = str(model.config.model_type)  # type: ignore[union-attr]
+        transform = LOGIT_TRANSFORMS[kind](model.config) if kind in LOGIT_TRANSFORMS else None
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        # The head may be gathered by itself, which FSDP does for its methods that it knows as forwards.
+        head.loss_sum = types.MethodType(of_head, head)
+        register_fsdp_forward_method(head, "loss_sum")
     model.loss_sum = types.MethodType(whole if chunk_size is None else chunked, model)  # type: ignore[assignment]
     register_fsdp_forward_method(model, "loss_sum")
     return model.loss_sum  # type: ignore[return-value]

@@ -144,8 +144,8 @@ def replicas_not_reduced() -> Iterator[None]:
     """HSDP without its all-reduce between replicas."""
     original = parallelize.apply_fully_shard
 
-    def alone(model: Any, blocks: Any, mesh: Any, param_dtype: Any) -> None:
-        original(model, blocks, replace(mesh, fsdp_mesh=mesh.fsdp), param_dtype)
+    def alone(model: Any, blocks: Any, mesh: Any, *rest: Any) -> None:
+        original(model, blocks, replace(mesh, fsdp_mesh=mesh.fsdp), *rest)
 
     with patch.object(parallelize, "apply_fully_shard", alone):
         yield

@@ -1,0 +1,90 @@
+"""What ranks do for ``test_copy_engine.py``: the engine with its peer memory in files that the ranks map."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from ndbench.engines.bundled import BundledEngine
+from ndbench.measure.collectives import CollectiveRecorder, totals
+from ndbench.parallel import copy_engine
+from ndbench.parallel.mesh import build_mesh
+from tests.parity.cases import Case, batch
+from tests.parity.ranks import on_device
+
+
+class FileMemory:
+    """:class:`copy_engine.PeerMemory` of CPU ranks."""
+
+    folder = ""
+    made = 0
+
+    def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank, self.world, self.group = group.rank(), group.size(), group
+        index, FileMemory.made = FileMemory.made, FileMemory.made + 1
+        ranks = dist.get_process_group_ranks(group)
+        names = [str(Path(self.folder, f"{index}.{rank}")) for rank in ranks]
+        self.buffers = [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names]
+        self.local = self.buffers[self.rank]
+
+    def of(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.buffers[rank].view(dtype)[start : start + numel]
+
+    def barrier(self, channel: int) -> None:
+        dist.barrier(self.group)
+
+
+def trained(at: Case, folder: str, memory: str = "FileMemory") -> dict[str, Any]:
+    """Losses, norms, a checksum of the parameters, and the collectives of the last step."""
+    FileMemory.folder, FileMemory.made = folder, 0
+    copy_engine._rotations.clear()
+    with (
+        patch.object(copy_engine, "PeerMemory", globals()[memory]),
+        patch.object(copy_engine, "why_not", lambda group: None),
+    ):
+        mesh = build_mesh(at.parallelism, "cpu")
+        engine = BundledEngine(weight_jitter=at.weight_jitter)
+        engine.build(at.model, at.training, mesh, torch.device("cpu"))
+        results = []
+        for step in range(at.steps):
+            data = batch(at, step, mesh.batch_rank, mesh.batch_size)
+            with CollectiveRecorder(mesh.axis_of_group) as recorder:
+                results.append(engine.step(data))
+        held = [p._local_tensor if hasattr(p, "_local_tensor") else p for p in engine.model.parameters()]  # type: ignore[union-attr]
+        found = {
+            "losses": [float(each.loss) for each in results],
+            "norms": [float(each.grad_norm) for each in results],
+            "parameters": [p.detach().double().sum().item() for p in held],
+            "totals": totals(recorder.table()),
+            "buffers": FileMemory.made,
+        }
+        engine.close()
+    return found
+
+
+class ForgetfulMemory(FileMemory):
+    """Peers see the buffers as they were when they were made: what was written later is not there."""
+
+    def of(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
+
+def on_gpu(at: Case, device: str) -> list[float]:
+    """Losses and norms of a rank with a GPU of its own."""
+    import os
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
+    mesh = build_mesh(at.parallelism, device)
+    engine = BundledEngine(weight_jitter=at.weight_jitter)
+    here = torch.device(device, torch.cuda.current_device())
+    engine.build(at.model, at.training, mesh, here)
+    results = []
+    for step in range(at.steps):
+        results.append(engine.step(on_device(batch(at, step, mesh.batch_rank, mesh.batch_size), here)))
+    found = [float(x) for each in results for x in (each.loss, each.grad_norm)]  # type: ignore[arg-type]
+    engine.close()
+    return found

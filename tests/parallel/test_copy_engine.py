@@ -1,0 +1,80 @@
+"""FSDP by copies between peers, held to FSDP by collectives; on CPU ranks, whose peers' memory is in mapped files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ndbench.parallel.config import ParallelismConfig
+from ndbench.parallel.copy_engine import BUFFERS
+from ndbench.parallel.traffic import difference, step_traffic
+from tests.parallel import copy_engine_tasks as tasks
+from tests.parallel.traffic_tasks import shapes
+from tests.parity.cases import Case, case, layout, llama, training
+from tests.parity.pool import pool
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (2, {"shard": 2}),
+    "kept": (2, {"shard": 2, "reshard_after_forward": False}),
+    "hsdp2x2": (4, {"replicate": 2, "shard": 2}),
+    "fsdp2_tp2": (4, {"shard": 2, "tp": 2}),
+}
+
+
+def of(options: dict[str, Any], collectives: str, **changes: Any) -> Case:
+    fields = {"precision": "bf16", "optimizer": "adamw", "learning_rate": 0.01} | changes
+    at = layout(**options, fsdp_collectives=collectives)
+    return case(at, llama(num_hidden_layers=4, vocab_size=132), training=training(**fields), steps=3)
+
+
+def run(at: Case, ranks: int, folder: Path, memory: str = "FileMemory") -> list[dict[str, Any]]:
+    folder.mkdir()
+    return pool(ranks).run(tasks.trained, at, str(folder), memory)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("micro", [None, 1], ids=["one micro-batch", "several"])
+def test_training_is_the_same_to_the_bit(name: str, micro: int | None, tmp_path: Path) -> None:
+    """With two shards a float32 sum of bf16 gradients has one value, whoever adds it up and whatever carries it."""
+    ranks, options = LAYOUTS[name]
+    copies = run(of(options, "copy_engine", micro_batch_size=micro), ranks, tmp_path / "copies")
+    plain = run(of(options, "nccl", micro_batch_size=micro), ranks, tmp_path / "plain")
+    for by_copies, by_gloo in zip(copies, plain, strict=True):
+        for what in ("losses", "norms", "parameters"):
+            assert by_copies[what] == by_gloo[what], what
+    assert copies[0]["buffers"] == 2 * BUFFERS, "blocks are of one size: one rotation to gather, one to scatter"
+    assert plain[0]["buffers"] == 0
+
+
+@pytest.mark.parametrize("micro", [None, 1], ids=["one micro-batch", "several"])
+def test_what_is_sent_is_recorded_and_is_the_closed_form(micro: int | None, tmp_path: Path) -> None:
+    at = of({"shard": 2}, "copy_engine", micro_batch_size=micro)
+    model, step = shapes(at)
+    for rank in run(at, 2, tmp_path / "copies"):
+        assert difference(rank["totals"], step_traffic(model, at.parallelism, step)) == {}
+
+
+def test_memory_that_peers_do_not_share_changes_the_losses(tmp_path: Path) -> None:
+    """The fault that the comparison above is for."""
+    right = run(of({"shard": 2}, "copy_engine"), 2, tmp_path / "right")
+    wrong = run(of({"shard": 2}, "copy_engine"), 2, tmp_path / "wrong", "ForgetfulMemory")
+    assert right[0]["losses"] != wrong[0]["losses"]
+
+
+def test_the_wrong_device_and_offload_are_refused() -> None:
+    both = ParallelismConfig(dp_shard_size=2, fsdp_collectives="copy_engine", cpu_offload=True)
+    assert "cpu_offload=true" in both.refuse(llama(), training())[0]
+    unknown = ParallelismConfig(dp_shard_size=2, fsdp_collectives="rdma")
+    assert unknown.refuse(llama(), training()) == ["fsdp_collectives 'rdma' is not known; known: nccl, copy_engine"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_train_the_same_with_and_without(tmp_path: Path) -> None:
+    from tests.parity.gpus import on_ranks
+
+    both = [of({"shard": 2}, "copy_engine"), of({"shard": 2}, "nccl")]
+    copies, plain = on_ranks(tasks.on_gpu, both, 2)
+    assert copies[0] == pytest.approx(plain[0], rel=1e-6)
