@@ -7,7 +7,6 @@ thread a device, where ranks that wait for each other would never end, so forwar
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from queue import Queue
 from typing import Any
 from unittest import mock
@@ -17,14 +16,18 @@ import torch
 from ndbench.parallel import ring
 from ndbench.parallel.context import shard_sequence, unshard_sequence
 
-TIMEOUT = 20.0
+TIMEOUT = 90.0
 """Seconds that a rank waits for a message, a GPU's compilations included."""
+
+
+Mail = dict[tuple[int, int], Queue[torch.Tensor | BaseException]]
+"""(receiving rank, number of the message) -> what arrives; an exception when a rank has failed."""
 
 
 class Place:
     """Stands for the process group of a rank that is a thread."""
 
-    def __init__(self, rank: int, size: int, mail: dict[tuple[int, int], Queue[torch.Tensor]]) -> None:
+    def __init__(self, rank: int, size: int, mail: Mail) -> None:
         self._rank, self._size, self.mail, self.sent = rank, size, mail, 0
 
     def rank(self) -> int:
@@ -43,7 +46,10 @@ class Rotation:
         group.mail[(group.rank() + 1) % group.size(), self.number].put(self.sent.clone())
 
     def wait(self) -> torch.Tensor:
-        return self.group.mail[self.group.rank(), self.number].get(timeout=TIMEOUT)
+        arrived = self.group.mail[self.group.rank(), self.number].get(timeout=TIMEOUT)
+        if isinstance(arrived, BaseException):
+            raise RuntimeError("another rank has failed") from arrived
+        return arrived
 
 
 class Context:
@@ -66,7 +72,8 @@ def ring_alone(
     **plan: Any,
 ) -> list[torch.Tensor]:
     """Output and gradients of q, k, v, [b, heads, sequence, d] of the whole sequence, by ``cp_size`` threads."""
-    mail: dict[tuple[int, int], Queue[torch.Tensor]] = defaultdict(Queue)
+    # n-1 rotations in forward and in backward, n of the gradients. Made here: a dict that grows is no place to meet.
+    mail: Mail = {(rank, number): Queue() for rank in range(cp_size) for number in range(3 * cp_size - 2)}
     shares: list[list[torch.Tensor]] = [[] for _ in range(cp_size)]
     failures: list[BaseException] = []
 
@@ -79,6 +86,8 @@ def ring_alone(
                 shares[rank] = [out, *ring._RingAttention.backward(context, mine[3])[:3]]
         except BaseException as failure:
             failures.append(failure)
+            for box in mail.values():
+                box.put(failure)
 
     with mock.patch.object(ring, "_Rotation", Rotation):
         threads = [threading.Thread(target=rank_of, args=(rank,), daemon=True) for rank in range(cp_size)]

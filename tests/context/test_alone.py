@@ -186,15 +186,3 @@ def test_masks_and_float32_on_the_gpu(cp_size: int, dtype: torch.dtype, mask: st
     case = Case("ring", dtype=dtype, device="cuda", **MASKS[mask])
     worst = errors(case, cp_size)
     assert max(worst.values()) < TOLERANCE[dtype], worst
-
-
-@needs_cuda
-def test_another_user_of_cudnn_in_the_process_changes_nothing() -> None:
-    """Plain attention of a shard's shape first, its gradient laid out otherwise: PyTorch keeps that call's graph."""
-    _served("cudnn", 64)
-    case = Case("ring", length=512, head_dim=64, dtype=torch.bfloat16, device="cuda")
-    shard = [by_rows(x[:, :, :256]).requires_grad_() for x in inputs(case)[:3]]
-    out = torch.ops.aten._scaled_dot_product_cudnn_attention(*shard, None, True, 0.0, True, False, scale=SCALE)[0]
-    out.backward(by_rows(torch.randn_like(out)))
-    worst = errors(case, 2, by_rows, kernel="cudnn")
-    assert max(worst.values()) < TOLERANCE[torch.bfloat16], worst
