@@ -7,6 +7,7 @@ thread a device, where ranks that wait for each other would never end, so forwar
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from queue import Queue
 from typing import Any
 from unittest import mock
@@ -69,9 +70,13 @@ def ring_alone(
     v: torch.Tensor,
     dout: torch.Tensor,
     documents: torch.Tensor | None = None,
+    lay_out: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
     **plan: Any,
 ) -> list[torch.Tensor]:
-    """Output and gradients of q, k, v, [b, heads, sequence, d] of the whole sequence, by ``cp_size`` threads."""
+    """Output and gradients of q, k, v, [b, heads, sequence, d] of the whole sequence, by ``cp_size`` threads.
+
+    ``lay_out`` makes of a rank's shard the same numbers in another order in memory.
+    """
     # n-1 rotations in forward and in backward, n of the gradients. Made here: a dict that grows is no place to meet.
     mail: Mail = {(rank, number): Queue() for rank in range(cp_size) for number in range(3 * cp_size - 2)}
     shares: list[list[torch.Tensor]] = [[] for _ in range(cp_size)]
@@ -79,7 +84,8 @@ def ring_alone(
 
     def rank_of(rank: int) -> None:
         try:
-            mine, context = [shard_sequence(x, cp_size, rank, "ring", dim=2) for x in (q, k, v, dout)], Context()
+            mine = [lay_out(shard_sequence(x, cp_size, rank, "ring", dim=2)) for x in (q, k, v, dout)]
+            context = Context()
             place: Any = Place(rank, cp_size, mail)
             with torch.no_grad():
                 out = ring._RingAttention.forward(context, *mine[:3], documents, ring.RingPlan(place, **plan))

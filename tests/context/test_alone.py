@@ -25,12 +25,12 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def errors(case: Case, cp_size: int, change: Callable[[torch.Tensor], torch.Tensor] = lambda x: x, **plan: Any) -> Any:
-    """||ring - reference|| / ||reference|| of the output and of each gradient; ``change`` lays the inputs out anew."""
+def errors(case: Case, cp_size: int, lay_out: Callable[[torch.Tensor], torch.Tensor] = lambda x: x, **plan: Any) -> Any:
+    """||ring - reference|| / ||reference|| of the output and of each gradient; ``lay_out``: see :func:`ring_alone`."""
     whole, documents = inputs(case), document_ids(case.documents)
     documents = None if documents is None else documents.to(case.device)
     expected = reference(case, *whole, documents)
-    actual = ring_alone(cp_size, *(change(x) for x in whole), documents, scale=SCALE, window=case.window, **plan)
+    actual = ring_alone(cp_size, *whole, documents, lay_out, scale=SCALE, window=case.window, **plan)
     assert all(x.dtype == case.dtype for x in actual)
     return {
         name: ((a.double() - e).norm() / e.norm()).item() for name, a, e in zip(NAMES, actual, expected, strict=True)
@@ -132,8 +132,8 @@ def test_cudnns_operators_get_the_layouts_that_they_remember(
     operators = Cudnn(ndim)
     monkeypatch.setattr(kernels, "aten", operators)
     monkeypatch.setattr(kernels, "block_kernel", lambda *_: "cudnn")
-    for change in (by_rows, by_heads, by_rows):
-        worst = errors(Case("ring"), cp_size, change, kernel="cudnn")
+    for lay_out in (by_rows, by_heads, by_rows):
+        worst = errors(Case("ring"), cp_size, lay_out, kernel="cudnn")
         assert max(worst.values()) < TOLERANCE[torch.float32], worst
     assert operators.calls == 3 * cp_size * cp_size
 
@@ -173,8 +173,8 @@ def test_each_kernel_of_the_gpu_gives_the_ring_of_float64(
 ) -> None:
     _served(kernel, head_dim)
     case = Case("ring", length=2048, head_dim=head_dim, dtype=torch.bfloat16, device="cuda")
-    for change in (by_rows, by_heads):
-        worst = errors(case, cp_size, change, kernel=kernel, fused=fused)
+    for lay_out in (by_rows, by_heads):
+        worst = errors(case, cp_size, lay_out, kernel=kernel, fused=fused)
         assert max(worst.values()) < TOLERANCE[torch.bfloat16], worst
 
 
