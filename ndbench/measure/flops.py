@@ -69,6 +69,8 @@ def mfu(
     return flops_per_second_per_device / peak, None
 
 
+MATMUL_SIDE = {"cpu": 192, "cuda": 8192}
+"""Side of the matrices that the yardstick multiplies, float32 on CPU and bfloat16 on CUDA."""
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 """Bytes of an activation by training precision (fp8 is a format of matmul operands only)."""
 MASTER_BYTES = 4
@@ -93,7 +95,8 @@ def memory_parts(cell: Cell) -> dict[str, int] | None:
         parameters   4 P / (t s)
         gradients    4 P / (t s)
         optimizer    8 P / (t s) for AdamW, 4 with momentum, else 0
-        gathered     b / t x (embedding and lm_head, and two blocks; all blocks without reshard_after_forward)
+        gathered     b / t x (embedding and lm_head, and two blocks and kept_blocks; all blocks without
+                     reshard_after_forward)
         activations  b T x (10 H / r + (3 A + 3 K + 4 I) / t) a layer; compiled blocks and selective checkpointing:
                      (2 H / r + (2 A + 2 K + 3 I) / t); full checkpointing: H / r a layer, and one whole layer
         logits       T (or a chunk) x vocab / (t under loss parallelism) x (b + 8): logits, their float32 copy, gradient
@@ -113,7 +116,7 @@ def memory_parts(cell: Cell) -> dict[str, int] | None:
     state = {"adamw": 8, "sgd": 4 if training.momentum else 0}.get(training.optimizer, 8)
 
     ends = shape.embedding * (1 if shape.tied else 2)
-    blocks = min(2, shape.layers) if layout.reshard_after_forward else shape.layers
+    blocks = min(2 + layout.kept_blocks, shape.layers) if layout.reshard_after_forward else shape.layers
     gathered = width / tp * (ends + blocks * (shape.layer_matrices + shape.layer_vectors))
 
     sequences = _sequences(cell)

@@ -81,6 +81,8 @@ class ParallelismConfig:
 
     reshard_after_forward: bool = True
     """FSDP: free a block's gathered parameters between forward and backward (less memory, one more all-gather)."""
+    kept_blocks: int = 0
+    """FSDP: so many of the last blocks stay gathered all the same, to spend the memory there is."""
     fsdp_collectives: str = "nccl"
     """FSDP: blocks are gathered and reduced by ``nccl``, or by the ``copy_engine`` of GPUs that share a host: no
     multiprocessor is taken from the computation."""
@@ -176,15 +178,17 @@ class ParallelismConfig:
         if unresolved:
             return unresolved
         return [
-            *self._refuse_collectives(),
+            *self._refuse_fsdp(),
             *self._refuse_batch(training),
             *self._refuse_tensor(model),
             *self._refuse_sequence(model, training),
         ]
 
-    def _refuse_collectives(self) -> list[str]:
+    def _refuse_fsdp(self) -> list[str]:
         if self.fsdp_collectives not in FSDP_COLLECTIVES:
             return [f"fsdp_collectives '{self.fsdp_collectives}' is not known; known: {', '.join(FSDP_COLLECTIVES)}"]
+        if self.kept_blocks < 0:
+            return [f"kept_blocks is {self.kept_blocks}, it must be at least 0"]
         if self.fsdp_collectives == "copy_engine" and self.cpu_offload:
             return ["fsdp_collectives=copy_engine keeps buffers on the GPU; with cpu_offload=true take nccl"]
         return []

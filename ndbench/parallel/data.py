@@ -34,16 +34,16 @@ def apply_fully_shard(
     copies = mesh.config.fsdp_collectives == "copy_engine" and mesh.fsdp.size() > 1
     of_blocks = replace(policy, reduce_dtype=None) if copies and not accumulates else policy
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if mesh.config.cpu_offload else OffloadPolicy()
+    freed = blocks[: max(len(blocks) - mesh.config.kept_blocks, 0)] if mesh.config.reshard_after_forward else []
     for module in (*blocks, *_tables(model), model):
         # What comes last in forward comes first in backward; freeing it would only gather it twice. The embedding is
         # kept like it: all of both is what a rank holds anyway when it computes the loss.
-        reshard = mesh.config.reshard_after_forward and module in blocks
         fully_shard(
             module,
             mesh=mesh.fsdp_mesh,
             mp_policy=of_blocks if module in blocks else policy,
             offload_policy=offload,
-            reshard_after_forward=reshard,
+            reshard_after_forward=module in freed,
         )
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)

@@ -130,14 +130,14 @@ def _data(total: _Sum, model: LlamaShape, layout: ParallelismConfig, step: StepS
     micro_steps, _ = _micro(layout, step)
     layers, shards, replicas = model.num_hidden_layers, layout.fsdp_size, layout.dp_replicate_size
     axis = group_label(layout, VIEWS["fsdp"])
-    again = 2 if layout.reshard_after_forward else 1
+    freed = max(layers - layout.kept_blocks, 0) if layout.reshard_after_forward else 0
     # Copy engines carry what was computed, unless it was added up over micro-steps.
     as_computed = layout.fsdp_collectives == "copy_engine" and micro_steps == 1
     of_blocks = step.element_size if as_computed else GRADIENT_BYTES
-    outside = [(1, 1, size, GRADIENT_BYTES) for size in _outside(model, layout)]
-    for units, gathers, size, width in [(layers, again, block_shard(model, layout), of_blocks), *outside]:
+    outside = [(1, 0, size, GRADIENT_BYTES) for size in _outside(model, layout)]
+    for units, again, size, width in [(layers, freed, block_shard(model, layout), of_blocks), *outside]:
         if shards > 1:
-            total.add("all_gather", axis, micro_steps * units * gathers, (shards - 1) * size * step.element_size)
+            total.add("all_gather", axis, micro_steps * (units + again), (shards - 1) * size * step.element_size)
             total.add("reduce_scatter", axis, units, (shards - 1) * size * width)
         if replicas > 1:
             total.add("all_reduce", "dp_replicate", units, _reduced(size * GRADIENT_BYTES, replicas))

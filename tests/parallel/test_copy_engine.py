@@ -49,9 +49,10 @@ def test_training_is_the_same_to_the_bit(name: str, micro: int | None, tmp_path:
     assert plain[0]["buffers"] == 0
 
 
+@pytest.mark.parametrize("kept", [0, 3])
 @pytest.mark.parametrize("micro", [None, 1], ids=["one micro-batch", "several"])
-def test_what_is_sent_is_recorded_and_is_the_closed_form(micro: int | None, tmp_path: Path) -> None:
-    at = of({"shard": 2}, "copy_engine", micro_batch_size=micro)
+def test_what_is_sent_is_recorded_and_is_the_closed_form(micro: int | None, kept: int, tmp_path: Path) -> None:
+    at = of({"shard": 2, "kept_blocks": kept}, "copy_engine", micro_batch_size=micro)
     model, step = shapes(at)
     for rank in run(at, 2, tmp_path / "copies"):
         assert difference(rank["totals"], step_traffic(model, at.parallelism, step)) == {}

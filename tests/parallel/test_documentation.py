@@ -23,6 +23,7 @@ MODEL = LlamaShape(
 )  # fmt: skip
 OPTIONS = [
     layout(1, 4, reshard_after_forward=False),
+    layout(1, 4, kept_blocks=2),
     layout(1, 2, 1, 2, sequence_parallel=False, loss_parallel=False),
     layout(1, 2, 2, 2, cp_method="ulysses"),
     layout(1, 1, 8, cp_method="ulysses"),
@@ -59,7 +60,7 @@ def symbols(at: ParallelismConfig, step: StepShape) -> dict[str, Any]:
         "M": each // b, "L": MODEL.num_hidden_layers, "H": MODEL.hidden_size, "V": MODEL.vocab_size, "b": b,
         "e": step.element_size, "g": max(step.element_size, 4), "s": step.sequence_length // cp,
         "t": b * step.sequence_length // cp, "d": MODEL.head_dim, "h": MODEL.num_attention_heads // T, "kv": kv,
-        "kv_repeated": kv * kv_replication(kv, cp), "block": block_shard(MODEL, at),
+        "kept": at.kept_blocks, "kv_repeated": kv * kv_replication(kv, cp), "block": block_shard(MODEL, at),
         "table": math.ceil(math.ceil(MODEL.vocab_size / T) / F) * MODEL.hidden_size,
         "norm": math.ceil(MODEL.hidden_size / F),
     }  # fmt: skip
