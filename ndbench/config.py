@@ -108,6 +108,9 @@ class TrainingConfig:
     """``none``, ``full`` or ``selective``."""
     compile: bool = False
     """torch.compile each transformer block."""
+    cuda_graphs: bool | None = False
+    """Capture the whole step in a CUDA graph and replay it, so that the host queues no kernels; null does so where it
+    is known to hold, and trains without where it does not."""
     loss_chunk_size: int | None = None
     """Tokens of one chunk of the cross-entropy; null computes all logits at once."""
     seed: int = 0
@@ -325,6 +328,7 @@ IDENTITY_GROUPS = ("model", "parallelism", "training", "data", "engine_config", 
 
 ADDED_LATER: dict[str, dict[str, Any]] = {
     "data": {"dataset": None, "subset": None, "split": "train", "column": "text", "documents": "stream"},
+    "training": {"cuda_graphs": False},
 }
 """Fields that came after the first stored baselines: at these values they leave a cell's identity as it was."""
 

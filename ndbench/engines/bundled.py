@@ -22,6 +22,7 @@ from ndbench.parallel.config import (
     ParallelismConfig,
 )
 from ndbench.parallel.context import refuse_attention
+from ndbench.training.graph_rules import graph_refusals
 from ndbench.training.schedule import refuse_schedule
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from ndbench.config import Cell
     from ndbench.parallel.mesh import Mesh
+    from ndbench.training.graphs import GraphedStep
     from ndbench.training.step import Step
 
 PRECISIONS = ("fp32", "bf16", "fp8")
@@ -47,6 +49,7 @@ class BundledEngine:
         self.weight_jitter, self.attention, self.fp8 = weight_jitter, attention, fp8
         self.model: torch.nn.Module | None = None
         self._step: Step | None = None
+        self._graphs: GraphedStep | None = None
         self._facts: dict[str, Any] = {}
         self._packed_kernel: str | None = None
 
@@ -60,6 +63,11 @@ class BundledEngine:
             *_refuse_kernel(self.attention),
             *_refuse_copy_engine(config.parallelism, config.hardware.device),
             *_refuse_float8(cell, self.fp8),
+            *(
+                graph_refusals(config.training, config.parallelism, config.hardware.device)
+                if config.training.cuda_graphs
+                else []
+            ),
             *_refuse_written_attention(config.model, config.parallelism),
         ]
         return "; ".join(reasons) or None
@@ -91,7 +99,9 @@ class BundledEngine:
         from ndbench.parallel.gradients import Gradients
         from ndbench.parallel.initialize import Weights
         from ndbench.parallel.parallelize import Technique, parallelize
+        from ndbench.training.cuda_graph import CudaRecorder
         from ndbench.training.forward import attach_loss, chunk_refusals
+        from ndbench.training.graphs import GraphedStep
         from ndbench.training.models import build_model
         from ndbench.training.optimizer import ShardOptimizer
         from ndbench.training.step import Step
@@ -109,6 +119,9 @@ class BundledEngine:
             reasons += float8.float8_refusals(built.model, built.blocks, mesh.config, plan)
         if mesh.config.fsdp_collectives == "copy_engine" and mesh.fsdp.size() > 1:
             reasons += [f"fsdp_collectives=copy_engine: {why}" for why in (why_not(mesh.fsdp.get_group()),) if why]
+        ungraphed = graph_refusals(training, mesh.config, device.type)
+        if training.cuda_graphs:
+            reasons += ungraphed
         if reasons:
             raise ValueError("; ".join(reasons))
         dtype = None if training.precision == "fp32" else torch.bfloat16
@@ -143,7 +156,10 @@ class BundledEngine:
             mesh.tp.get_group() if mesh.tp.size() > 1 else None,
             device,
         )
-        optimizer = ShardOptimizer(gradients.parameters, training)
+        if parallel.fully_sharded and training.cuda_graphs is None:
+            ungraphed.append("FSDP holds the parameters; training.cuda_graphs=true tries it all the same")
+        graphed = training.cuda_graphs is not False and not ungraphed
+        optimizer = ShardOptimizer(gradients.parameters, training, graphed)
         self.model = parallel.model
         self._step = Step(
             parallel.model,
@@ -165,6 +181,10 @@ class BundledEngine:
         }
         if low is not None:
             self._facts["fp8"] = {"recipe": low.recipe, "emulated": low.emulate, "torchao": float8.version()}
+        if graphed:
+            self._graphs = GraphedStep(self._step, CudaRecorder(device), required=bool(training.cuda_graphs))
+        elif training.cuda_graphs is None:
+            self._facts["cuda_graph"] = {"captures": 0, "replays": 0, "reason": "; ".join(ungraphed)}
         if built.transformers:
             # Whether documents are packed is known with the first batch; both answers are made ready here.
             whole, self._packed_kernel = (
@@ -179,7 +199,7 @@ class BundledEngine:
         assert self._step is not None, "setup comes first"
         if batch.document_ids is not None and self._packed_kernel is not None:
             self._facts["attention_kernel"] = self._packed_kernel
-        return self._step(batch)
+        return self._step(batch) if self._graphs is None else self._graphs(batch)
 
     @property
     def stepper(self) -> Step:
@@ -193,11 +213,13 @@ class BundledEngine:
         return self.stepper.model, optimizer.optimizer, list(optimizer.parameters)
 
     def close(self) -> None:
-        self.model = self._step = None
+        if self._graphs is not None:
+            self._graphs.release(wait=False)  # before the groups whose messages they hold
+        self.model = self._step = self._graphs = None
 
     def info(self) -> dict[str, Any]:
         """Facts for the record."""
-        return dict(self._facts)
+        return self._facts if self._graphs is None else self._facts | {"cuda_graph": self._graphs.facts()}
 
 
 def _kernel(built: Any, mesh: Mesh, device: torch.device, dtype: torch.dtype, asked: str | None) -> str | None:

@@ -5,11 +5,13 @@ Nothing here knows what the calls are for.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _len_torch_dispatch_stack
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
@@ -55,6 +57,28 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Do both look at the same memory? Fake tensors, too, which have a storage but no address."""
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def make_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """Let a CUDA graph hold steps of ``optimizer``, without its advice not to ask for that outside of a graph."""
+    for group in optimizer.param_groups:
+        if "capturable" in group:
+            group["capturable"] = True
+    optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+
+
+def watched() -> bool:
+    """Is a dispatch mode active, that looks at each operation?"""
+    return _len_torch_dispatch_stack() > 0
+
+
+def abandon_capture(device: torch.device, pool: Any) -> None:
+    """After a capture that failed: memory and random numbers are drawn as outside of one again."""
+    for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+        with contextlib.suppress(RuntimeError):  # the capture got so far by itself
+            end(device.index, pool)
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def functional() -> Any:

@@ -52,6 +52,7 @@ def _train(task: Task, rank: int, report: RankReport) -> None:
     control.beat()
     outcome: Outcome = trainer.run()
     report.engine = dataclasses.asdict(outcome)
+    trainer.close()
     del trainer
     gc.collect()  # what still holds a group would keep its threads into the interpreter's end
     dist.destroy_process_group()

@@ -147,6 +147,10 @@ def prepare_device(cell: Cell) -> torch.device:
     if cell.config.training.deterministic:
         # cuBLAS reads it when CUDA starts; without it deterministic matmuls are only warned about.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if cell.config.training.cuda_graphs is not False:
+        # NCCL reads it when it starts. Registering a graph's buffers fails in memory that can grow
+        # (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True), and holds it beyond the graph in any.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     device = torch.device(cell.config.hardware.device, int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     return device
@@ -293,6 +297,8 @@ def _profile_step(
 ) -> dict[str, Any]:
     """A trace of one more step, outside the timed window; the ranks start it together."""
     (batch,) = _batches(dataset, mesh, device, task.cell.config.training.steps + 1, 1)
+    if task.cell.config.training.cuda_graphs is not False:
+        engine.step(batch)  # the instrumented step freed the graph: it is captured here, and replayed for the trace
     dist.barrier()
     return profile_step(lambda: engine.step(batch), device, task.trace_path(rank))
 

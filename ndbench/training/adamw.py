@@ -26,7 +26,10 @@ class CompiledAdamW:
 
     @torch.no_grad()
     def step(self, scale: torch.Tensor) -> None:
-        """Update from the gradients times ``scale``, a scalar on their device; no wait for the device."""
+        """Update from the gradients times ``scale``, a scalar on their device; no wait for the device.
+
+        A group's ``lr`` is a number, or a float64 scalar on that device, which gives the same weights.
+        """
         for group in self.optimizer.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None and p.numel()]
             states = [self._state(p) for p in parameters]
@@ -36,7 +39,8 @@ class CompiledAdamW:
             torch._foreach_add_(steps, 1)
             first, second = group["betas"]
             sizes, roots = _corrections(steps, group["lr"], first, second)
-            decay = torch.full((), 1 - group["lr"] * group["weight_decay"], device=scale.device)
+            decay = 1 - group["lr"] * group["weight_decay"]
+            decay = decay.to(scale.dtype) if isinstance(decay, torch.Tensor) else torch.full_like(scale, decay)
             for p, state, size, root in zip(parameters, states, sizes, roots, strict=True):
                 tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
                 flat = [x.detach().view(-1) if x.is_contiguous() else x.detach() for x in tensors]
@@ -52,14 +56,14 @@ class CompiledAdamW:
 
 
 def _corrections(
-    steps: list[torch.Tensor], rate: float, first: float, second: float
+    steps: list[torch.Tensor], rate: float | torch.Tensor, first: float, second: float
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """For each step count t: rate / (1 - first^t) and 1 / sqrt(1 - second^t)."""
     sizes, roots = (
         torch._foreach_neg(torch._foreach_sub(torch._foreach_pow(beta, steps), 1)) for beta in (first, second)
     )
     torch._foreach_reciprocal_(sizes)
-    torch._foreach_mul_(sizes, rate)
+    torch._foreach_mul_(sizes, rate.to(sizes[0].dtype) if isinstance(rate, torch.Tensor) else rate)
     torch._foreach_sqrt_(roots)
     torch._foreach_reciprocal_(roots)
     return list(sizes), list(roots)

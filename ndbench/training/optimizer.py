@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from ndbench.config import TrainingConfig
-from ndbench.parallel._torch_private import local_tensor, same_storage
+from ndbench.parallel._torch_private import local_tensor, make_capturable, same_storage
 from ndbench.training.adamw import CompiledAdamW
 from ndbench.training.schedule import schedule_factors
 
@@ -24,9 +25,10 @@ class ShardOptimizer:
     """A torch optimizer over this rank's shards. ``optimizer`` is the torch object, ``taken`` how many steps it took.
 
     Its learning rate follows the schedule by that number alone: a host-side float, so no step waits for the device.
+    With ``graphed`` the update reads it from the device instead, so that a captured one follows the schedule too.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], training: TrainingConfig) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], training: TrainingConfig, graphed: bool = False) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         kind, options = optimizer_class(training)
         self._local: list[nn.Parameter] | None = None
@@ -38,7 +40,15 @@ class ShardOptimizer:
             self._compiled = CompiledAdamW(self.optimizer)
         self.taken = 0
         self._factor = schedule_factors(training)
-        self._rates = [group.get("lr") for group in self.optimizer.param_groups]
+        self._rates: list[float | None] = [group.get("lr") for group in self.optimizer.param_groups]
+        self._device_rates: list[torch.Tensor] | None = None
+        if graphed:
+            assert "fused" in options, "others read the rate on the host, and are refused"
+            # Ours computes with it as with a host's float; torch's fused kernels read a float32.
+            dtype = torch.float64 if self.scales else torch.float32
+            device = local_tensor(self.parameters[0].data).device
+            self._device_rates = [torch.zeros((), dtype=dtype, device=device) for _ in self._rates]
+            make_capturable(self.optimizer)
 
     @property
     def scales(self) -> bool:
@@ -50,12 +60,51 @@ class ShardOptimizer:
 
         With ``scale``, a scalar, from the gradients times it; only when it :attr:`scales`.
         """
-        assert scale is None or self.scales, "this optimizer does not scale"
+        self.advance()
+        self.update(scale)
+
+    def advance(self) -> None:
+        """The host's part of a step: it is counted, and its learning rate set."""
         factor = self._factor(self.taken)
         self.taken += 1
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+        for index, (group, rate) in enumerate(zip(self.optimizer.param_groups, self._rates, strict=True)):
             if rate is not None:
                 group["lr"] = rate * factor
+                if self._device_rates is not None:
+                    self._device_rates[index].fill_(group["lr"])
+
+    def update(self, scale: torch.Tensor | None = None) -> None:
+        """The device's part of a step: see :meth:`step`."""
+        assert scale is None or self.scales, "this optimizer does not scale"
+        with self._reading_device_rates():
+            self._update(scale)
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        for parameter in (*self.parameters, *(self._local or ())):
+            parameter.grad = None
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """What the optimizer remembers, in a fixed order; loading a checkpoint puts other tensors in their place."""
+        states = self.optimizer.state.values()
+        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+
+    @contextmanager
+    def _reading_device_rates(self) -> Iterator[None]:
+        groups, rates = self.optimizer.param_groups, self._device_rates
+        if rates is None:
+            yield
+            return
+        known = [group["lr"] for group in groups]
+        try:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+            yield
+        finally:
+            for group, number in zip(groups, known, strict=True):
+                group["lr"] = number
+
+    def _update(self, scale: torch.Tensor | None) -> None:
         if self._local is None:
             self.optimizer.step()
         else:
@@ -67,10 +116,6 @@ class ShardOptimizer:
                 self.optimizer.step()
             else:
                 self._compiled.step(torch.ones((), device=self._local[0].device) if scale is None else scale)
-            for local in self._local:
-                local.grad = None
-        for parameter in self.parameters:
-            parameter.grad = None
 
 
 def optimizer_class(training: TrainingConfig) -> tuple[Any, dict[str, Any]]:

@@ -42,6 +42,11 @@ class Step:
         self.computing = computing
 
     def __call__(self, batch: Batch) -> StepResult:
+        self.optimizer.advance()
+        return self.on_device(batch)
+
+    def on_device(self, batch: Batch) -> StepResult:
+        """The step without what the host decides anew each time: the same work on the same memory for equal shapes."""
         loss, norm, tokens = self.backward(batch)
         scale = None
         if self.max_grad_norm is not None:
@@ -51,7 +56,7 @@ class Step:
                 self.gradients.clip(norm, self.max_grad_norm)
         if self.max_grad_value is not None:
             self.gradients.clip_by_value(self.max_grad_value)
-        self.optimizer.step(scale)
+        self.optimizer.update(scale)
         return StepResult(loss=loss, grad_norm=norm, tokens=tokens)
 
     def backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -101,6 +101,10 @@ class Trainer:
     def model(self) -> torch.nn.Module:
         return self._engine.stepper.model
 
+    def close(self) -> None:
+        """Release the engine, before the process group is destroyed."""
+        self._engine.close()
+
     def run(self) -> Outcome:
         """Train to ``training.steps``, or until a stop is asked for, which ends with a checkpoint too."""
         steps, evaluation, every = self.config.training.steps, self.config.evaluation, self.config.checkpoint.every
