@@ -60,8 +60,9 @@ class TorchtitanEngine:
             reasons.append(f"head_dim {model.head_dim} x {model.num_attention_heads} is not {model.hidden_size}")
         if layout.dp_replicate_size > 1 and layout.fsdp_size == 1 and layout.tp_size > 1:
             reasons.append("torchtitan: DDP has not supported > 1D parallelism")
-        if cell.config.training.micro_batch_size is not None:
-            reasons.append("micro_batch_size is not implemented for torchtitan")
+        micro, rows = cell.config.training.micro_batch_size, cell.config.training.global_batch_size // layout.batch_size
+        if micro is not None and micro < rows:
+            reasons.append(f"micro_batch_size {micro} of {rows} sequences a rank is not implemented for torchtitan")
         return "; ".join(reasons) or None
 
     def setup(self, cell: Cell, mesh: Mesh) -> None:

@@ -80,6 +80,15 @@ def test_what_a_peer_is_not_asked_to_do_is_refused_with_the_value(changes: dict[
     assert any(needle in reason for reason in accelerate_engine.peer_refusals(cell(2, **changes), "accelerate"))
 
 
+def test_torchtitan_takes_the_whole_batch_of_a_rank_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resolved cell always names its micro-batch; only a smaller one than the rank's share is refused."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert TorchtitanEngine().refuse(cell(2, global_batch_size=4, micro_batch_size=2)) is None
+    assert TorchtitanEngine().refuse(cell(2, global_batch_size=4, micro_batch_size=1)) == (
+        "micro_batch_size 1 of 2 sequences a rank is not implemented for torchtitan"
+    )
+
+
 def test_torchtitans_names_are_those_of_the_model_that_starts_from_the_same_weights() -> None:
     from ndbench.training.models import build_model
 
