@@ -86,8 +86,8 @@ VERBS: dict[str, Verb] = {
         "machine where there are any, else from FLOPs and the peak, else (~) from a rule of thumb.",
     ),
     "baseline": Verb(
-        "accept a run as the reference; list, show or prune what is stored",
-        "ndbench baseline accept RUN --reason TEXT | list | show [FOLDER] | prune FOLDER --keep N",
+        "accept a run as the reference; list, show, tabulate or prune what is stored",
+        "ndbench baseline accept RUN --reason TEXT | list | show [FOLDER] | table [FILE] | prune FOLDER --keep N",
         (
             RESULTS_DIR,
             Flag(("--reason",), "accept: why this run is the reference now", "TEXT"),
@@ -100,14 +100,16 @@ VERBS: dict[str, Verb] = {
             JSON,
         ),
         "RUN is a run's name or its beginning, 'latest', or a folder (an unpacked CI artifact, say).\n"
-        "FOLDER is a baseline's folder, or HARDWARE/SUITE as 'ndbench baseline list' names it.\n\n"
+        "FOLDER is a baseline's folder, or HARDWARE/SUITE as 'ndbench baseline list' names it.\n"
+        "FILE is a Markdown file whose performance blocks are filled anew from the stored baselines.\n\n"
         "Examples:\n"
         "  ndbench baseline accept latest --reason 'first reference of this machine'\n"
         "  ndbench baseline accept latest --cells fsdp8 --reason 'fp32 reduction costs 4 %, wanted'\n"
         "  ndbench baseline show cpu_x8/hsdp_tp\n"
+        "  ndbench baseline table README.md                       its performance table, from the records\n"
         "  ndbench baseline prune cpu_x8/hsdp_tp --keep 8",
         (1, 2),
-        ("accept", "list", "show", "prune"),
+        ("accept", "list", "show", "table", "prune"),
     ),
     "compare": Verb(
         "compare two runs, or a run with the baseline as it stands now",

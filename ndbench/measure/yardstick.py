@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from ndbench.measure._torch_private import cuda_event
+from ndbench.measure.flops import MATMUL_SIDE
 
-CPU_SIZES = {"matmul": 192, "copy": 2**20, "all_reduce": 2**16, "rounds": 9}
+CPU_SIZES = {"matmul": MATMUL_SIDE["cpu"], "copy": 2**20, "all_reduce": 2**16, "rounds": 9}
 """Matrix side (float32), bytes copied, bytes reduced, rounds of each."""
 GLOO_RANK_ROUNDS = 16
 """All-reduce rounds times ranks on CPU: among 8 ranks that share 2 cores one all-reduce takes 20 to 25 ms."""
-CUDA_SIZES = {"matmul": 8192, "copy": 2**30, "all_reduce": 2**26, "rounds": 9}
+CUDA_SIZES = {"matmul": MATMUL_SIDE["cuda"], "copy": 2**30, "all_reduce": 2**26, "rounds": 9}
 """Matrix side (bfloat16), bytes copied, bytes reduced, rounds of each."""
 
 

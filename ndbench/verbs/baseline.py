@@ -1,4 +1,4 @@
-"""``ndbench baseline``: accept a run as the reference; list, show or prune what is stored."""
+"""``ndbench baseline``: accept a run as the reference; list, show, tabulate or prune what is stored."""
 
 from __future__ import annotations
 
@@ -42,10 +42,29 @@ def main(args: argparse.Namespace) -> int:
         folder = report.baseline_at(_one(action, rest, "FOLDER"), results_dir)
         report.print_pruned(stored.prune(folder, args.keep), folder, console())
         return 0
+    if action == "table":
+        _table(Path(rest[0]) if rest else None, results_dir / "baselines")
+        return 0
     folder = report.baseline_at(rest[0] if rest else None, results_dir)
     described = stored.show(read_baseline(folder), args.session)
     print_json(described) if args.json else report.print_session(described, console())
     return 0
+
+
+def _table(file: Path | None, root: Path) -> None:
+    """Print the performance table of the stored baselines, or fill ``file`` with it."""
+    from ndbench.report import performance
+
+    if file is None:
+        console().print(performance.table(root), markup=False, highlight=False, soft_wrap=True)
+        return
+    try:
+        old = file.read_text(encoding="utf-8")
+        new = performance.rewrite(old, root)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"baseline table: {file}: {error}") from error
+    file.write_text(new, encoding="utf-8")
+    console().print(f"{file}: {'filled anew' if new != old else 'is as the records have it'}", markup=False)
 
 
 def _one(action: str, words: Sequence[str], what: str) -> str:

@@ -1,0 +1,151 @@
+"""The performance table of stored baselines, and the README that holds it: nothing in it is written by hand.
+
+A row is a cell of the bundled engine (or of another one that it does not stand beside) in the latest session that holds
+it; the ratio is to the fastest other engine on the same cell of the same session.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean, median
+
+from ndbench.compare.memory import said_bytes
+from ndbench.compare.statistics import mean_interval
+from ndbench.measure.flops import MATMUL_SIDE
+from ndbench.report.peers import OURS, WORK
+from ndbench.results.schema import Record
+from ndbench.results.sessions import Session, read_baseline
+
+BLOCK = re.compile(r"(<!-- performance: (?P<pattern>\S+) -->\n)(?P<body>.*?)(<!-- /performance -->)", re.DOTALL)
+"""What :func:`rewrite` fills; the pattern is of ``HARDWARE/SUITE``."""
+
+HEAD = (
+    "| cell | tokens/s per device | MFU | of matmul | peak memory | against the better peer | command | measured |",
+    "|---|---|---|---|---|---|---|---|",
+)
+NONE_YET = "No record is stored yet: `ndbench suite=peers`, then `ndbench baseline accept latest --reason …`.\n"
+
+
+def table(root: Path, pattern: str = "*") -> str:
+    """Markdown of every baseline below ``root`` whose ``HARDWARE/SUITE`` is like ``pattern``, a table a machine."""
+    machines: dict[str, list[str]] = {}
+    folders = {path.parent.parent for path in root.glob("*/*/*/session.json") if "/." not in path.as_posix()}
+    for folder in sorted(folders):
+        if fnmatch.fnmatchcase("/".join(folder.relative_to(root).parts), pattern):
+            for machine, row in _rows(folder):
+                machines.setdefault(machine, []).append(row)
+    parts = ["\n".join((f"{machine}:", "", *HEAD, *rows, "")) for machine, rows in machines.items()]
+    return "\n".join(parts) or NONE_YET
+
+
+def rewrite(text: str, root: Path) -> str:
+    """``text`` with every block filled anew. Raises ``ValueError`` where it has none."""
+    if not BLOCK.search(text):
+        raise ValueError("no block '<!-- performance: HARDWARE/SUITE -->' … '<!-- /performance -->' to fill")
+    return BLOCK.sub(lambda found: f"{found[1]}{table(root, found['pattern'])}{found[4]}", text)
+
+
+def _rows(folder: Path) -> Iterator[tuple[str, str]]:
+    """(machine and software, row) of each cell."""
+    baseline = read_baseline(folder)
+    for name in baseline.cells:
+        session = baseline.history(name)[-1]
+        records = session.cells[name]
+        beside = _beside(records[0], session)
+        if records[0]["cell"]["engine"] != OURS and OURS in beside:
+            continue
+        yield _machine(records[0]), _row(name, records, beside, session)
+
+
+def _beside(record: Record, session: Session) -> dict[str, list[Record]]:
+    """Repeats by engine of the cells of the session that differ from this one in nothing but their engine."""
+    same = [found for found in session.cells.values() if _work(found[0]) == _work(record)]
+    return {found[0]["cell"]["engine"]: found for found in same}
+
+
+def _work(record: Record) -> str:
+    return json.dumps([record["cell"].get(group) for group in WORK], sort_keys=True)
+
+
+def _machine(record: Record) -> str:
+    hardware, software = record["fingerprint"]["hardware"], record["fingerprint"]["software"]
+    parts = [f"{hardware.get('count')} x {hardware.get('name')}"]
+    parts += [f"{name} {software[name]}" for name in ("torch", "driver", "nccl", "cudnn") if software.get(name)]
+    return ", ".join(parts)
+
+
+def _row(name: str, records: Sequence[Record], beside: dict[str, list[Record]], session: Session) -> str:
+    cell, speeds = records[0]["cell"], _speeds(records)
+    command = f"`ndbench suite={cell['suite']} cells={name}`"
+    day = str(records[-1]["end"] or session.accepted)[:10]
+    if not speeds:
+        outcome = ", ".join(sorted({record["outcome"] for record in records}))
+        return f"| {name} | {outcome} | | | | {_against(speeds, beside, cell['engine'])} | {command} | {day} |"
+    columns = (
+        name,
+        f"{median(speeds):,.0f}",
+        _share(_mfu(records)),
+        _share(_of_matmul(records)),
+        said_bytes(max(_values(records, "peak_allocated_bytes"), default=0.0)),
+        _against(speeds, beside, cell["engine"]),
+        command,
+        f"{day}, {len(speeds)} launch{'es' * (len(speeds) > 1)}",
+    )
+    return f"| {' | '.join(columns)} |"
+
+
+def _values(records: Sequence[Record], metric: str) -> list[float]:
+    found = (record["metrics"].get(metric, {}).get("value") for record in records if record["outcome"] == "ok")
+    return [float(value) for value in found if value is not None]
+
+
+def _speeds(records: Sequence[Record]) -> list[float]:
+    """Tokens/s per device of each repeat."""
+    return [speed / records[0]["world"]["size"] for speed in _values(records, "tokens_per_second")]
+
+
+def _mfu(records: Sequence[Record]) -> float | None:
+    found = _values(records, "mfu_causal")
+    return median(found) if found else None
+
+
+def _of_matmul(records: Sequence[Record]) -> float | None:
+    """Model FLOP/s (causal) over those of the yardstick's bfloat16 matmul beside it; null without a known peak."""
+    hardware, mfu = records[0]["cell"]["hardware"], _mfu(records)
+    peak = hardware["peak_flops"].get(records[0]["cell"]["training"]["precision"])
+    sides = [side for record in records for side in (record["yardstick"] or {}).values() if side]
+    seconds = [side["matmul_seconds"] for side in sides if side.get("matmul_seconds")]
+    if mfu is None or not peak or not seconds:
+        return None
+    side: int = MATMUL_SIDE[hardware["device"]]
+    return float(mfu * peak * median(seconds) / (2 * side**3))
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _against(speeds: Sequence[float], beside: dict[str, list[Record]], engine: str) -> str:
+    """``1.12 (1.10 to 1.14) of accelerate, 54.90 GiB``: the ratio of speeds, its 95 % interval, the peer's memory."""
+    peers = {other: _speeds(records) for other, records in beside.items() if other != engine}
+    measured = {other: found for other, found in peers.items() if found}
+    if not measured:
+        failed = {other: beside[other][0]["outcome"] for other in peers}
+        return ", ".join(f"{other}: {outcome}" for other, outcome in failed.items())
+    best = max(measured, key=lambda other: fmean(measured[other]))
+    memory = said_bytes(max(_values(beside[best], "peak_allocated_bytes"), default=0.0))
+    if not speeds:
+        return f"{best}: {median(measured[best]):,.0f}, {memory}"
+    logs = [[math.log(speed) for speed in side] for side in (speeds, measured[best])]
+    ratio = fmean(logs[0]) - fmean(logs[1])
+    intervals = [mean_interval(side) for side in logs]
+    said = ""
+    if all(intervals):
+        half = math.hypot(*((interval[1] - interval[0]) / 2 for interval in intervals if interval))
+        said = f" ({math.exp(ratio - half):.3f} to {math.exp(ratio + half):.3f})"
+    return f"{math.exp(ratio):.3f}{said} of {best}, {memory}"
