@@ -219,7 +219,7 @@ class BundledEngine:
 
     def info(self) -> dict[str, Any]:
         """Facts for the record."""
-        return self._facts if self._graphs is None else self._facts | {"cuda_graph": self._graphs.facts()}
+        return dict(self._facts) if self._graphs is None else self._facts | {"cuda_graph": self._graphs.facts()}
 
 
 def _kernel(built: Any, mesh: Mesh, device: torch.device, dtype: torch.dtype, asked: str | None) -> str | None:

@@ -125,6 +125,7 @@ def _load(path: Path, config: Config, device: torch.device) -> nn.Module:
         config.training,
         precision="fp32",
         compile=False,
+        cuda_graphs=False,
         activation_checkpointing="none",
         loss_chunk_size=None,
         micro_batch_size=None,

@@ -23,7 +23,7 @@ from ndbench.engines.protocol import Batch, StepResult
 from ndbench.measure.memory import STEADY_PEAK_FROM
 from ndbench.parallel.mesh import Mesh, build_mesh
 from ndbench.parallel.state import Checkpoints
-from ndbench.training import cuda_graph, graphs
+from ndbench.training import cuda_graph, generate, graphs
 from ndbench.training.graph_rules import graph_refusals
 from ndbench.training.graphs import MAX_SHAPES, WARM_UP_STEPS, GraphedStep
 from ndbench.training.optimizer import ShardOptimizer
@@ -282,6 +282,17 @@ def test_where_it_does_not_hold_it_is_left_away_with_the_reason(mesh: Mesh) -> N
     assert made.info()["cuda_graph"]["reason"] == "cuda_graphs need a CUDA device, this is cpu"
     with pytest.raises(ValueError, match="cuda_graphs need a CUDA device, this is cpu"):
         engine(mesh, True, compile=False)
+
+
+def test_a_model_trained_with_graphs_is_sampled_from_on_a_cpu(mesh: Mesh, tmp_path: Path) -> None:
+    model, _, parameters = engine(mesh, False, compile=False).training_state()
+    checkpoints = Checkpoints(tmp_path, mesh)
+    checkpoints.save(1, model, None, parameters, {})
+    newest = checkpoints.newest()
+    assert newest is not None
+    loaded = generate._load(newest, Config(llama(), training=training(cuda_graphs=True)), CPU)
+    for one, other in zip(loaded.parameters(), parameters, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_cells_of_before_keep_their_identity() -> None:
