@@ -28,6 +28,8 @@ HEAD = (
     "| cell | tokens/s per device | MFU | of matmul | peak memory | against the better peer | command | measured |",
     "|---|---|---|---|---|---|---|---|",
 )
+NO_SUITE = "adhoc"
+"""What a run without a suite is filed under; its cells have no short command."""
 NONE_YET = "No record is stored yet: `ndbench suite=peers`, then `ndbench baseline accept latest --reason …`.\n"
 
 
@@ -74,14 +76,15 @@ def _work(record: Record) -> str:
 
 def _machine(record: Record) -> str:
     hardware, software = record["fingerprint"]["hardware"], record["fingerprint"]["software"]
-    parts = [f"{hardware.get('count')} x {hardware.get('name')}"]
+    count = f"{hardware['count']} x " if hardware.get("count") else ""
+    parts = [f"{count}{hardware.get('name')}"]
     parts += [f"{name} {software[name]}" for name in ("torch", "driver", "nccl", "cudnn") if software.get(name)]
     return ", ".join(parts)
 
 
 def _row(name: str, records: Sequence[Record], beside: dict[str, list[Record]], session: Session) -> str:
     cell, speeds = records[0]["cell"], _speeds(records)
-    command = f"`ndbench suite={cell['suite']} cells={name}`"
+    command = "" if cell["suite"] == NO_SUITE else f"`ndbench suite={cell['suite']} cells={name}`"
     day = str(records[-1]["end"] or session.accepted)[:10]
     if not speeds:
         outcome = ", ".join(sorted({record["outcome"] for record in records}))
@@ -91,7 +94,7 @@ def _row(name: str, records: Sequence[Record], beside: dict[str, list[Record]], 
         f"{median(speeds):,.0f}",
         _share(_mfu(records)),
         _share(_of_matmul(records)),
-        said_bytes(max(_values(records, "peak_allocated_bytes"), default=0.0)),
+        _peak(records),
         _against(speeds, beside, cell["engine"]),
         command,
         f"{day}, {len(speeds)} launch{'es' * (len(speeds) > 1)}",
@@ -126,6 +129,11 @@ def _of_matmul(records: Sequence[Record]) -> float | None:
     return float(mfu * peak * median(seconds) / (2 * side**3))
 
 
+def _peak(records: Sequence[Record]) -> str:
+    found = _values(records, "peak_allocated_bytes")
+    return said_bytes(max(found)) if found else ""
+
+
 def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
@@ -138,9 +146,9 @@ def _against(speeds: Sequence[float], beside: dict[str, list[Record]], engine: s
         failed = {other: beside[other][0]["outcome"] for other in peers}
         return ", ".join(f"{other}: {outcome}" for other, outcome in failed.items())
     best = max(measured, key=lambda other: fmean(measured[other]))
-    memory = said_bytes(max(_values(beside[best], "peak_allocated_bytes"), default=0.0))
+    memory = "".join(f", {peak}" for peak in [_peak(beside[best])] if peak)
     if not speeds:
-        return f"{best}: {median(measured[best]):,.0f}, {memory}"
+        return f"{best}: {median(measured[best]):,.0f}{memory}"
     logs = [[math.log(speed) for speed in side] for side in (speeds, measured[best])]
     ratio = fmean(logs[0]) - fmean(logs[1])
     intervals = [mean_interval(side) for side in logs]
@@ -148,4 +156,4 @@ def _against(speeds: Sequence[float], beside: dict[str, list[Record]], engine: s
     if all(intervals):
         half = math.hypot(*((interval[1] - interval[0]) / 2 for interval in intervals if interval))
         said = f" ({math.exp(ratio - half):.3f} to {math.exp(ratio + half):.3f})"
-    return f"{math.exp(ratio):.3f}{said} of {best}, {memory}"
+    return f"{math.exp(ratio):.3f}{said} of {best}{memory}"
