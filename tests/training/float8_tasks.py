@@ -73,6 +73,8 @@ def curve(
             engine.stepper.backward(data(steps))
         found["casts"] = casts.count
     engine.close()
+    if training.compile:
+        torch._dynamo.reset()
     return found
 
 
