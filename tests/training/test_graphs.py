@@ -189,7 +189,7 @@ def test_who_looks_at_operations_sees_all_of_them(mesh: Mesh, tape: Tape) -> Non
 def fails_in(patch: pytest.MonkeyPatch, made: BundledEngine) -> None:
     """The host reads a number in each step, as routing between experts does."""
     backward = made.stepper.backward
-    patch.setattr(made.stepper, "backward", lambda batch: (float(batch.labels.sum()), backward(batch))[1])
+    patch.setattr(made.stepper, "backward", lambda batch: (backward(batch), float(batch.labels.sum()))[0])
 
 
 def test_a_capture_that_fails_is_said_and_costs_no_step(
