@@ -155,11 +155,12 @@ class BundledEngine:
             dist.group.WORLD if world > 1 else None,
             mesh.tp.get_group() if mesh.tp.size() > 1 else None,
             device,
+            parallel.held,
         )
         if parallel.fully_sharded and training.cuda_graphs is None:
             ungraphed.append("FSDP holds the parameters; training.cuda_graphs=true tries it all the same")
         graphed = training.cuda_graphs is not False and not ungraphed
-        optimizer = ShardOptimizer(gradients.parameters, training, graphed)
+        optimizer = ShardOptimizer(gradients.parameters, training, graphed, parallel.held, parallel.copies)
         self.model = parallel.model
         self._step = Step(
             parallel.model,

@@ -66,8 +66,9 @@ class FaultyEngine(BundledEngine):
 
         def doubled(*also: Any) -> Any:
             for parameter in gradients.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(2)
+                gradient = gradients.held.of(parameter)
+                if gradient is not None:
+                    gradient.mul_(2)
             return norm(*also)
 
         gradients.norm = doubled  # type: ignore[method-assign]

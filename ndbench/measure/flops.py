@@ -93,10 +93,12 @@ def memory_parts(cell: Cell) -> dict[str, int] | None:
     intermediate:
 
         parameters   4 P / (t s)
-        gradients    4 P / (t s)
+        gradients    4 P / (t s); b P / t where compiled AdamW reads those of one micro-batch on a rank without peers
+                     but tp's
         optimizer    8 P / (t s) for AdamW, 4 with momentum, else 0
         gathered     b / t x (embedding and lm_head, and two blocks and kept_blocks; all blocks without
                      reshard_after_forward)
+        copies       instead of gathered where s = 1: b P / t, none in float32
         activations  b T x (10 H / r + (3 A + 3 K + 4 I) / t) a layer; compiled blocks and selective checkpointing:
                      (2 H / r + (2 A + 2 K + 3 I) / t); full checkpointing: H / r a layer, and one whole layer
         logits       T (or a chunk) x vocab / (t under loss parallelism) x (b + 8): logits, their float32 copy, gradient
@@ -118,9 +120,14 @@ def memory_parts(cell: Cell) -> dict[str, int] | None:
     ends = shape.embedding * (1 if shape.tied else 2)
     blocks = min(2 + layout.kept_blocks, shape.layers) if layout.reshard_after_forward else shape.layers
     gathered = width / tp * (ends + blocks * (shape.layer_matrices + shape.layer_vectors))
+    unsharded = fsdp == 1 and not layout.cpu_offload
+    copies = width * owned if unsharded and width < MASTER_BYTES else 0
 
     sequences = _sequences(cell)
     micro = min(training.micro_batch_size or sequences, sequences)
+    as_computed = unsharded and layout.dp_replicate_size == 1 and micro == sequences
+    as_computed = as_computed and training.compile and training.optimizer == "adamw"
+    gradients = (width if as_computed else MASTER_BYTES) * owned
     tokens = micro * training.sequence_length / layout.cp_size
     logit_tokens = min(tokens, training.loss_chunk_size or tokens)
     loss_split = tp if layout.loss_parallel else 1
@@ -128,12 +135,13 @@ def memory_parts(cell: Cell) -> dict[str, int] | None:
     logits = logit_tokens * shape.vocab / loss_split * (width + 8)
     parts = {
         "parameters": MASTER_BYTES * owned,
-        "gradients": MASTER_BYTES * owned,
+        "gradients": gradients,
         "optimizer": state * owned,
-        "gathered": gathered,
+        "gathered": 0 if unsharded else gathered,
+        "copies": copies,
         "activations": activations,
         "logits": logits,
-        "not_at_once": -min(MASTER_BYTES * owned, activations + logits) if micro == sequences else 0,
+        "not_at_once": -min(gradients, activations + logits) if micro == sequences else 0,
         "context": 0 if cell.config.hardware.device == "cpu" else CUDA_CONTEXT_BYTES,
     }
     return {name: round(value) for name, value in parts.items()}

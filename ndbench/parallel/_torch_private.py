@@ -81,6 +81,11 @@ def abandon_capture(device: torch.device, pool: Any) -> None:
     generator.graphsafe_set_state(generator.clone_state())
 
 
+def version(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was changed in place; views and ``detach()`` share the counter, ``.data`` has its own."""
+    return tensor._version
+
+
 def functional() -> Any:
     """``all_reduce``, ``all_gather_into_tensor``, ``all_to_all_single``, ``wait_tensor``, ... by group name.
 

@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ndbench.parallel._torch_private import local_tensor
+from ndbench.parallel.held import Held
 
 
 class Gradients:
     """The gradients of one model on this rank.
 
     ``partial`` names replicated parameters of which each tp rank holds a part of the gradient. ``group`` is all ranks
-    of the layout, ``tp_group`` this rank's tp axis; None where there is only one rank.
+    of the layout, ``tp_group`` this rank's tp axis; None where there is only one rank. ``held`` is where backward
+    leaves them, by default on the parameters.
     """
 
     def __init__(
@@ -30,10 +31,12 @@ class Gradients:
         group: dist.ProcessGroup | None = None,
         tp_group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
+        held: Held | None = None,
     ) -> None:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.parameters = list(named.values())
         self.group, self.tp_group, self.device = group, tp_group, device
+        self.held = Held(model) if held is None else held
         self._partial = [named[name] for name in sorted(partial) if name in named]
         by_copies: dict[int, list[nn.Parameter]] = {}
         world = 1 if group is None else group.size()
@@ -45,11 +48,12 @@ class Gradients:
         """Complete the partial gradients: one all-reduce of all of them together."""
         if self.tp_group is None or not self._partial:
             return
-        grads = [local_tensor(p.grad) for p in self._partial if p.grad is not None]
-        flat = torch.cat([grad.reshape(-1) for grad in grads]).to(self.device)
+        there = [(p, grad) for p, grad in ((p, self.held.of(p)) for p in self._partial) if grad is not None]
+        flat = torch.cat([grad.reshape(-1).to(p.dtype) for p, grad in there]).to(self.device)
         dist.all_reduce(flat, group=self.tp_group)
-        parts = torch.split(flat, [grad.numel() for grad in grads])
-        torch._foreach_copy_(grads, [part.view_as(grad) for grad, part in zip(grads, parts, strict=True)])
+        parts = torch.split(flat, [grad.numel() for _, grad in there])
+        for (p, grad), part in zip(there, parts, strict=True):
+            self.held.put(p, part.view_as(grad))
 
     def norm(self, *also_summed: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Euclidean norm of the global gradient, equal on every rank; more scalars are summed in the same all-reduce.
@@ -58,16 +62,29 @@ class Gradients:
         tensors and ranks.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        norm_of = self._norms()
         for count, parameters in self._by_copies:
-            grads = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-            grads = [grad for grad in grads if grad.numel()]
-            if grads:
-                norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
+            norms = [norm_of[id(p)] for p in parameters if id(p) in norm_of]
+            if norms:
                 total += torch.stack(norms).to(self.device, torch.float64).square().sum() / count
         packed = torch.stack([total, *(x.to(self.device, torch.float64) for x in also_summed)])
         if self.group is not None:
             dist.all_reduce(packed, group=self.group)
         return packed[0].sqrt(), list(packed[1:])
+
+    def _norms(self) -> dict[int, torch.Tensor]:
+        """Euclidean norm of each local gradient, by the parameter's id; the first are read while others come."""
+        norms: dict[int, torch.Tensor] = {}
+        for parameters in self.held.arrivals(self.parameters):
+            there: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
+            for p in parameters:
+                grad = self.held.of(p)
+                if grad is not None and grad.numel():
+                    there.setdefault(grad.dtype, []).append((id(p), grad))
+            for pairs in there.values():  # of one dtype: only these are read in one pass
+                ids, grads = zip(*pairs, strict=True)
+                norms |= zip(ids, torch._foreach_norm(grads, 2, dtype=torch.float32), strict=True)
+        return norms
 
     @staticmethod
     def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -77,14 +94,19 @@ class Gradients:
     def clip(self, norm: torch.Tensor, max_norm: float) -> None:
         """Scale all gradients by max_norm / norm when the norm is larger; no copy to the host."""
         scale = self.clip_scale(norm, max_norm)
-        grads = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
+        grads = self._wide()
         torch._foreach_mul_(grads, scale.to(grads[0].device))
 
     def clip_by_value(self, limit: float) -> None:
         """Clamp each element of the global gradient to [-limit, limit]."""
-        grads = [local_tensor(p.grad) for p in self.parameters if p.grad is not None]
+        grads = self._wide()
         torch._foreach_clamp_min_(grads, -limit)
         torch._foreach_clamp_max_(grads, limit)
+
+    def _wide(self) -> list[torch.Tensor]:
+        """The local gradients in the parameters' dtype, to be changed in place."""
+        self.held.widen()
+        return [grad for grad in map(self.held.of, self.parameters) if grad is not None]
 
 
 def copies(parameter: torch.Tensor, world_size: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,10 +16,12 @@ from ndbench.parallel.attention import configure
 from ndbench.parallel.checkpointing import apply_checkpointing
 from ndbench.parallel.data import apply_fully_shard
 from ndbench.parallel.float8 import Float8, apply_float8
+from ndbench.parallel.held import Held, HeldAsComputed
 from ndbench.parallel.initialize import Weights, fill, materialize
 from ndbench.parallel.mesh import Mesh
 from ndbench.parallel.plan import TensorPlan
 from ndbench.parallel.precision import ComputeCopies
+from ndbench.parallel.replicate import HeldInBuckets
 from ndbench.parallel.tensor import apply_tensor_parallel
 
 
@@ -46,11 +48,18 @@ class Parallel:
     """A parallelized model: the same module, and what the gradients' owner must know."""
 
     model: nn.Module
-    partial_gradients: frozenset[str] = field(default_factory=frozenset)
+    held: Held
+    """Where the gradients are after backward."""
+    partial_gradients: frozenset[str] = frozenset()
     """Replicated parameters whose gradient is split over tp."""
     fully_sharded: bool = False
-    computing: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Forward and backward run inside it; it may be entered again inside."""
+    copies: ComputeCopies | None = None
+    """What forward and backward compute with, where that is not the parameters."""
+
+    @property
+    def computing(self) -> Callable[[], AbstractContextManager[None]]:
+        """Forward and backward run inside it; it may be entered again inside."""
+        return nullcontext if self.copies is None else self.copies.active
 
 
 def parallelize(
@@ -91,9 +100,9 @@ def parallelize(
             # Its forward, not the module: hooks that come later, FSDP's, stay out of the compiled graph.
             module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
 
-    # 4. FSDP last: it gathers what TP left, outside the compiled and recomputed part. A rank without peers needs it
-    #    only for its offload.
-    sharded = mesh.fsdp_mesh.size() > 1 or mesh.config.cpu_offload
+    # 4. FSDP last: it gathers what TP left, outside the compiled and recomputed part. A rank whose parameters nothing
+    #    shards needs it only for its offload.
+    sharded = mesh.fsdp.size() > 1 or mesh.config.cpu_offload
     if sharded:
         apply_fully_shard(model, blocks, mesh, technique.param_dtype, device, technique.accumulates, fused)
 
@@ -101,10 +110,17 @@ def parallelize(
     materialize(model, device, torch.device("cpu") if mesh.config.cpu_offload else device)
     fill(model, weights)
 
-    # 6. FSDP casts what it gathers; without it the parameters get copies to compute with.
-    if sharded or technique.param_dtype is None:
-        return Parallel(model, partial, sharded)
-    return Parallel(model, partial, sharded, ComputeCopies(model, technique.param_dtype).active)
+    # 6. FSDP casts what it gathers and reduces gradients; without it the parameters get copies to compute with, and
+    #    replicas sum their gradients in buckets.
+    if sharded:
+        return Parallel(model, Held(model), partial, fully_sharded=True)
+    copies = None if technique.param_dtype is None else ComputeCopies(model, technique.param_dtype)
+    leaves = [(p, p) for p in model.parameters() if p.requires_grad] if copies is None else copies.leaves
+    if mesh.config.dp_replicate_size > 1:
+        held: Held = HeldInBuckets(model, leaves, blocks, mesh.world["dp_replicate"].get_group())
+    else:
+        held = Held(model) if copies is None else HeldAsComputed(model, leaves)
+    return Parallel(model, held, partial, copies=copies)
 
 
 def _norms_outside(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:

@@ -63,13 +63,16 @@ def holders(tensor: torch.Tensor, world_size: int) -> tuple[int, ...]:
     if not isinstance(tensor, DTensor):
         return tuple(range(world_size))
     mesh = tensor.device_mesh
-    assert mesh.size() == world_size, f"a parameter lies on {mesh.size()} of {world_size} ranks"
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "every rank is part of the mesh"
     index = tuple(
         coordinate[dim] if hasattr(placement, "dim") else slice(None) for dim, placement in enumerate(tensor.placements)
     )
-    return tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
+    here = mesh.mesh[index].reshape(-1)
+    # A mesh of the fastest axes alone: replicas, a multiple of its size away, are no part of it.
+    first, size = int(mesh.mesh.min()), mesh.size()
+    assert mesh.mesh.max() - first == size - 1, f"a parameter lies on ranks {mesh.mesh.tolist()}, with gaps"
+    return tuple(sorted(int(rank) - first + start for start in range(0, world_size, size) for rank in here))
 
 
 def elect(pieces: Iterable[Piece], rank: int, spread: bool) -> list[Piece]:

@@ -126,7 +126,10 @@ def _micro(layout: ParallelismConfig, step: StepShape) -> tuple[int, int]:
 
 
 def _data(total: _Sum, model: LlamaShape, layout: ParallelismConfig, step: StepShape) -> None:
-    """FSDP gathers a unit before its forward and a block again before its backward; gradients are scattered once."""
+    """FSDP gathers a unit before its forward and a block again before its backward; gradients are scattered once.
+
+    Where nothing is sharded, replicas sum each block, and what is after and before the blocks apart.
+    """
     micro_steps, _ = _micro(layout, step)
     layers, shards, replicas = model.num_hidden_layers, layout.fsdp_size, layout.dp_replicate_size
     axis = group_label(layout, VIEWS["fsdp"])
@@ -139,7 +142,15 @@ def _data(total: _Sum, model: LlamaShape, layout: ParallelismConfig, step: StepS
         if shards > 1:
             total.add("all_gather", axis, micro_steps * (units + again), (shards - 1) * size * step.element_size)
             total.add("reduce_scatter", axis, units, (shards - 1) * size * width)
-        if replicas > 1:
+        if replicas > 1 and (shards > 1 or layout.cpu_offload):
+            total.add("all_reduce", "dp_replicate", units, _reduced(size * GRADIENT_BYTES, replicas))
+    if replicas > 1 and shards == 1 and not layout.cpu_offload:
+        embedding = -(-model.vocab_size // layout.tp_size) * model.hidden_size
+        for units, size in (
+            (layers, block_shard(model, layout)),
+            (1, root_shard(model, layout) - embedding),
+            (1, embedding),
+        ):
             total.add("all_reduce", "dp_replicate", units, _reduced(size * GRADIENT_BYTES, replicas))
 
 

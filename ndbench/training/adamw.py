@@ -1,4 +1,4 @@
-"""AdamW in one compiled pass over each parameter, clipping included: a gradient is read once and not written.
+"""AdamW in one compiled pass over each parameter, clipping included: a gradient is read once, in the dtype it has.
 
 The arithmetic and the state are torch.optim.AdamW's (Loshchilov and Hutter, arXiv:1711.05101), whose object keeps the
 groups and the state, so checkpoints do not differ. It knows nothing of schedules or layouts.
@@ -6,7 +6,7 @@ groups and the state, so checkpoints do not differ. It knows nothing of schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,16 +22,23 @@ class CompiledAdamW:
         self._update: Callable[..., None] = torch.compile(_update, dynamic=False)
         # One kernel a size: with the size known, memory is read in wide words.
         sizes = {p.numel() for group in optimizer.param_groups for p in group["params"]}
-        dynamo.recompile_limit = max(dynamo.recompile_limit, len(sizes) + 8)
+        dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * len(sizes) + 8)
 
     @torch.no_grad()
-    def step(self, scale: torch.Tensor) -> None:
+    def step(
+        self,
+        scale: torch.Tensor,
+        gradients: Mapping[torch.Tensor, torch.Tensor],
+        copies: Mapping[torch.Tensor, torch.Tensor],
+    ) -> None:
         """Update from the gradients times ``scale``, a scalar on their device; no wait for the device.
 
+        Both mappings are by parameter, and one without a gradient stays as it is. A parameter's copy, in whatever
+        dtype, is written with it.
         A group's ``lr`` is a number, or a float64 scalar on that device, which gives the same weights.
         """
         for group in self.optimizer.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None and p.numel()]
+            parameters = [p for p in group["params"] if p in gradients and p.numel()]
             states = [self._state(p) for p in parameters]
             if not parameters:
                 continue
@@ -42,9 +49,12 @@ class CompiledAdamW:
             decay = 1 - group["lr"] * group["weight_decay"]
             decay = decay.to(scale.dtype) if isinstance(decay, torch.Tensor) else torch.full_like(scale, decay)
             for p, state, size, root in zip(parameters, states, sizes, roots, strict=True):
-                tensors = (p, p.grad, state["exp_avg"], state["exp_avg_sq"])
-                flat = [x.detach().view(-1) if x.is_contiguous() else x.detach() for x in tensors]
-                self._update(*flat, scale, decay, size, root, first, second, group["eps"])
+                tensors = [p.detach(), gradients[p], state["exp_avg"], state["exp_avg_sq"]]
+                if p in copies:
+                    tensors.append(copies[p].detach())
+                if all(x.is_contiguous() for x in tensors):
+                    tensors = [x.view(-1) for x in tensors]
+                self._update(tensors, scale, decay, size, root, first, second, group["eps"])
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.optimizer.state[parameter]
@@ -70,10 +80,7 @@ def _corrections(
 
 
 def _update(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    mean: torch.Tensor,
-    square: torch.Tensor,
+    tensors: list[torch.Tensor],
     scale: torch.Tensor,
     decay: torch.Tensor,
     size: torch.Tensor,
@@ -82,9 +89,13 @@ def _update(
     second: float,
     eps: float,
 ) -> None:
-    scaled = gradient * scale
+    parameter, gradient, mean, square, *copies = tensors
+    scaled = gradient.to(parameter.dtype) * scale
     moved = mean * first + scaled * (1 - first)
     squared = square * second + scaled * scaled * (1 - second)
     mean.copy_(moved)
     square.copy_(squared)
-    parameter.copy_(parameter * decay - size * moved / (squared.sqrt() * root + eps))
+    updated = parameter * decay - size * moved / (squared.sqrt() * root + eps)
+    parameter.copy_(updated)
+    for copy in copies:
+        copy.copy_(updated)

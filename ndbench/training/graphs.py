@@ -86,6 +86,7 @@ class GraphedStep:
             for held, new in zip(_tensors(captured.batch), _tensors(batch), strict=True):
                 held.copy_(new)
         self.step.optimizer.advance()
+        self.step.optimizer.prepare_replay()
         captured.replay()
         self.replays += 1
         return _copied(captured.result)
@@ -117,7 +118,7 @@ class GraphedStep:
             if self.required and isinstance(error, torch.OutOfMemoryError):
                 raise
             problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            self.step.optimizer.forget_gradients()
+            self.step.optimizer.abandon()
         if not self._settle(problem) or captured is None:
             return None
         self._captured[shape] = captured

@@ -12,6 +12,8 @@ from torch import nn
 
 from ndbench.config import TrainingConfig
 from ndbench.parallel._torch_private import local_tensor, make_capturable, same_storage
+from ndbench.parallel.held import Held
+from ndbench.parallel.precision import ComputeCopies
 from ndbench.training.adamw import CompiledAdamW
 from ndbench.training.schedule import schedule_factors
 
@@ -26,14 +28,26 @@ class ShardOptimizer:
 
     Its learning rate follows the schedule by that number alone: a host-side float, so no step waits for the device.
     With ``graphed`` the update reads it from the device instead, so that a captured one follows the schedule too.
+    Gradients are read where ``held`` has them (None: on the parameters); ``copies`` are written with the parameters
+    where that costs no pass of its own, and cast at the next step otherwise.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], training: TrainingConfig, graphed: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        training: TrainingConfig,
+        graphed: bool = False,
+        held: Held | None = None,
+        copies: ComputeCopies | None = None,
+    ) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
+        self.held = Held(nn.ParameterList(self.parameters)) if held is None else held
+        self.copies = copies
         kind, options = optimizer_class(training)
         self._local: list[nn.Parameter] | None = None
         if kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE:
-            self._local = [nn.Parameter(local_tensor(p.data)) for p in self.parameters]
+            # Not of ``p.data``: the copies must see these change.
+            self._local = [nn.Parameter(local_tensor(p)) for p in self.parameters]
         self.optimizer: torch.optim.Optimizer = kind(self._local or self.parameters, **options)
         self._compiled: CompiledAdamW | None = None
         if training.compile and isinstance(self.optimizer, torch.optim.AdamW) and self._local is not None:
@@ -81,8 +95,20 @@ class ShardOptimizer:
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
+        self.held.forget()
         for parameter in (*self.parameters, *(self._local or ())):
             parameter.grad = None
+
+    def prepare_replay(self) -> None:
+        """Before a captured step is repeated: what it computes with is what the parameters are now."""
+        if self.copies is not None:
+            self.copies.refresh()
+
+    def abandon(self) -> None:
+        """After a step that broke off, or whose work was never done: nothing of it counts."""
+        self.forget_gradients()
+        if self.copies is not None:
+            self.copies.distrust()
 
     def state_tensors(self) -> list[torch.Tensor]:
         """What the optimizer remembers, in a fixed order; loading a checkpoint puts other tensors in their place."""
@@ -106,16 +132,35 @@ class ShardOptimizer:
 
     def _update(self, scale: torch.Tensor | None) -> None:
         if self._local is None:
+            self.held.settle()
+            self.optimizer.step()
+        elif self._compiled is None:
+            self.held.widen()
+            for local, parameter in self._moved(self._local):
+                gradient = self.held.of(parameter)
+                local.grad = None if gradient is None else gradient.to(local.dtype)
             self.optimizer.step()
         else:
-            for local, parameter in zip(self._local, self.parameters, strict=True):
-                held = local_tensor(parameter.data)
-                assert same_storage(local, held), "a parameter moved after the optimizer was made"
-                local.grad = None if parameter.grad is None else local_tensor(parameter.grad)
-            if self._compiled is None:
-                self.optimizer.step()
-            else:
-                self._compiled.step(torch.ones((), device=self._local[0].device) if scale is None else scale)
+            self._step_compiled(self._compiled, self._local, scale)
+
+    def _step_compiled(self, compiled: CompiledAdamW, locals_: list[nn.Parameter], scale: torch.Tensor | None) -> None:
+        gradients: dict[torch.Tensor, torch.Tensor] = {}
+        copies: dict[torch.Tensor, torch.Tensor] = {}
+        unchanged = self.copies is not None and self.copies.unchanged
+        for local, parameter in self._moved(locals_):
+            gradient = self.held.of(parameter)
+            if gradient is not None:
+                gradients[local] = gradient
+            if self.copies is not None:
+                copies[local] = self.copies.of(parameter)
+        compiled.step(torch.ones((), device=locals_[0].device) if scale is None else scale, gradients, copies)
+        if self.copies is not None and unchanged:
+            self.copies.written()
+
+    def _moved(self, locals_: list[nn.Parameter]) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
+        for local, parameter in zip(locals_, self.parameters, strict=True):
+            assert same_storage(local, local_tensor(parameter)), "a parameter moved after the optimizer was made"
+            yield local, parameter
 
 
 def optimizer_class(training: TrainingConfig) -> tuple[Any, dict[str, Any]]:

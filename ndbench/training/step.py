@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ndbench.engines.protocol import Batch, StepResult
 from ndbench.parallel.context import shard_sequence
-from ndbench.parallel.data import set_gradient_sync
 from ndbench.parallel.gradients import Gradients
 from ndbench.parallel.mesh import Mesh
 from ndbench.training.loss import IGNORED
@@ -60,7 +59,11 @@ class Step:
         return StepResult(loss=loss, grad_norm=norm, tokens=tokens)
 
     def backward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Leave the gradients of the global batch on the parameters; returns loss, their norm, and valid tokens."""
+        """Leave the gradients of the global batch in ``gradients.held``; returns loss, their norm, and valid tokens.
+
+        ``gradients.held.settle()`` puts them on the parameters.
+        """
+        self.gradients.held.forget()
         micro_batches = self.micro_batches(batch)
         tokens = sum((labels != IGNORED).sum() for labels, _ in micro_batches)
         assert isinstance(tokens, torch.Tensor), "a batch has sequences"
@@ -70,7 +73,7 @@ class Step:
         summed = torch.zeros((), dtype=torch.float64, device=tokens.device)
         with self.computing():
             for index, (labels, inputs) in enumerate(micro_batches):
-                set_gradient_sync(self.model, index + 1 == len(micro_batches))
+                self.gradients.held.expect(last=index + 1 == len(micro_batches))
                 loss = self.loss_sum(labels=labels, **inputs)
                 torch.autograd.backward(loss / divisor)
                 summed += loss.detach()

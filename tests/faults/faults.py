@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ndbench.engines import bundled
-from ndbench.parallel import attention, collectives, gradients, initialize, parallelize, tensor
+from ndbench.parallel import attention, collectives, gradients, initialize, parallelize, replicate, tensor
 from ndbench.parallel.context import shard_sequence
 from ndbench.training import loss, step
 
@@ -132,7 +132,9 @@ def gradients_doubled() -> Iterator[None]:
     def doubled(self: step.Step, batch: Any) -> Any:
         result = original(self, batch)
         for parameter in self.gradients.parameters:
-            parameter.grad = None if parameter.grad is None else parameter.grad * 2
+            gradient = self.gradients.held.of(parameter)
+            if gradient is not None:
+                gradient.mul_(2)
         return result
 
     with patch.object(step.Step, "backward", doubled):
@@ -152,6 +154,25 @@ def replicas_not_reduced() -> Iterator[None]:
 
 
 @contextmanager
+def replicas_not_summed() -> Iterator[None]:
+    """DDP whose buckets are filled and not reduced."""
+    with patch.object(replicate.Buckets, "_all_reduce", lambda self, flat: None):
+        yield
+
+
+@contextmanager
+def replicas_averaged() -> Iterator[None]:
+    original = replicate.Buckets._all_reduce
+
+    def mean(self: replicate.Buckets, flat: torch.Tensor) -> Any:
+        flat.div_(2)
+        return original(self, flat)
+
+    with patch.object(replicate.Buckets, "_all_reduce", mean):
+        yield
+
+
+@contextmanager
 def only_the_last_micro_batch_counts() -> Iterator[None]:
     original = step.Step.backward
 
@@ -159,8 +180,7 @@ def only_the_last_micro_batch_counts() -> Iterator[None]:
         real = torch.autograd.backward
 
         def forget(x: torch.Tensor) -> None:
-            for parameter in self.gradients.parameters:
-                parameter.grad = None
+            self.gradients.held.forget()
             for module in self.model.modules():
                 for parameter in module.parameters(recurse=False):
                     parameter.grad = None

@@ -32,6 +32,8 @@ PLANTED: dict[str, Case] = {
     "mean_of_means": case(layout(2), silent=1),
     "gradients_doubled": case(FSDP_TP),
     "replicas_not_reduced": case(layout(2, 2)),
+    "replicas_not_summed": case(layout(2)),
+    "replicas_averaged": case(layout(2)),
     "only_the_last_micro_batch_counts": case(TP, training=training(micro_batch_size=4)),
     "mean_over_micro_batches": case(layout(2), training=training(micro_batch_size=2)),
     "labels_not_permuted": case(CP),

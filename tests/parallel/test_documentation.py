@@ -44,9 +44,9 @@ def rows() -> list[list[str]]:
 def value(formula: str, names: dict[str, Any]) -> float:
     """A printed formula as a number; ``⌈a / b⌉`` rounds up."""
     text = re.sub(r"⌈(.*?)⌉", r"ceil(\1)", formula)
-    for sign, word in (("·", "*"), ("\u2212", "-"), ("kv\u2032", "kv_repeated"), (" > ", ">")):
+    for sign, word in (("·", "*"), ("\u2212", "-"), ("kv\u2032", "kv_repeated"), (" > ", ">"), (" = ", "==")):
         text = text.replace(sign, word)
-    assert re.fullmatch(r"[\w\s*/+()>,.-]+", text), f"not a formula: {formula}"
+    assert re.fullmatch(r"[\w\s*/+()>=,.-]+", text), f"not a formula: {formula}"
     return float(eval(text, {"__builtins__": {}, "ceil": math.ceil, "max": max}, names))
 
 

@@ -43,6 +43,7 @@ def _train(case: Case, device: torch.device) -> dict[str, Any]:
     result: dict[str, Any] = {"loss": [], "norm": [], "tokens": [], "facts": engine.info()}
     if case.tensors:
         engine._step.backward(data(0))
+        engine._step.gradients.held.settle()
         result["gradients"] = pieces({name: p.grad for name, p in engine.model.named_parameters()})
         engine.model.zero_grad()
     for step in range(case.steps):
