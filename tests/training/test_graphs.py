@@ -307,6 +307,7 @@ def test_a_step_is_told_from_its_host_part() -> None:
     calls: list[str] = []
     optimizer = SimpleNamespace(advance=lambda: calls.append("advance"), state_tensors=lambda: [], parameters=[])
     optimizer.optimizer = SimpleNamespace(param_groups=[])
+    optimizer.prepare_replay = lambda: calls.append("prepare")
     step: Any = SimpleNamespace(
         optimizer=optimizer,
         gradients=SimpleNamespace(device=None),
@@ -317,4 +318,19 @@ def test_a_step_is_told_from_its_host_part() -> None:
     graphed = GraphedStep(step, recorder, required=True)
     graphed._warm = {graphs._shape(batches(1)[0]): WARM_UP_STEPS}
     graphed(batches(1)[0])
-    assert calls == ["device", "advance"]
+    assert calls == ["device", "advance", "prepare"]
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["one_pass", "torchs"])
+def test_a_replay_computes_with_the_parameters_as_they_are(compiled: bool, mesh: Mesh, tape: Tape) -> None:
+    """In bf16 a step computes with copies: a replay must see that someone else has changed the parameters."""
+    losses = []
+    for graphs_on in (False, True):
+        made = engine(mesh, graphs_on, precision="bf16", compile=compiled)
+        train(made, batches(6))
+        with torch.no_grad():
+            for parameter in made.training_state()[2]:
+                parameter.mul_(1.5)
+        losses.append(float(made.step(batches()[6]).loss))
+    assert tape.replays == 6 + 1 - WARM_UP_STEPS
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
