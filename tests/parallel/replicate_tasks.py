@@ -7,9 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ndbench.parallel.config import ParallelismConfig
+from ndbench.parallel.mesh import build_mesh
 from ndbench.parallel.precision import ComputeCopies
 from ndbench.parallel.replicate import HeldInBuckets
+from ndbench.parallel.state_pieces import holders
 
 
 class Toy(nn.Module):
@@ -93,3 +97,10 @@ def started(micro_batches: int) -> list[int]:
     held.of(model.gain)
     held.forget()
     return counts
+
+
+def holding() -> list[tuple[int, ...]]:
+    """In ddp2 x tp2: the ranks that hold what this one does of a weight sharded over tp, and of a replicated one."""
+    mesh = build_mesh(ParallelismConfig(dp_replicate_size=2, tp_size=2), "cpu")
+    placed = (DTensor.from_local(torch.ones(2), mesh.tp, [each], run_check=False) for each in (Shard(0), Replicate()))
+    return [holders(tensor, dist.get_world_size()) for tensor in placed]

@@ -52,6 +52,14 @@ def test_weights_and_optimizer_are_the_closed_form(parallelism: Any) -> None:
     assert 0 < rest < 16 * 2**10
 
 
+@pytest.mark.parametrize("parallelism", [layout(), layout(2)], ids=lambda each: each.layout)
+def test_bf16_copies_of_what_nothing_shards_are_two_bytes_more(parallelism: Any) -> None:
+    shape, _ = traffic_tasks.shapes(case(parallelism, DEEP))
+    elements = shape.num_hidden_layers * block_shard(shape, parallelism) + root_shard(shape, parallelism)
+    rest = tracked(parallelism, precision="bf16")[0] - (STATE + 2) * elements
+    assert 0 < rest < 16 * 2**10
+
+
 def test_fsdp_needs_less_than_hsdp_and_that_less_than_ddp() -> None:
     """Before the step by the number of shards exactly (but for the batch), at the peak by what a step adds."""
     ddp, hsdp, fsdp = (tracked(each) for each in (layout(4), layout(2, 2), layout(1, 4)))

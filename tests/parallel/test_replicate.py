@@ -63,3 +63,10 @@ def test_a_head_is_summed_first_then_blocks_from_the_last_and_the_embedding_at_t
 def test_replicas_are_one_process(parallelism: Any, changes: dict[str, Any]) -> None:
     at = case(parallelism, llama(tie_word_embeddings=True), training=training(**changes))
     assert_parity(at if at.training.optimizer == "sgd" else case(parallelism, training=at.training, tensors=False))
+
+
+def test_replicas_of_a_tp_shard_are_known_to_hold_it() -> None:
+    """A checkpoint writes a part once and must know who has it."""
+    everyone = (0, 1, 2, 3)
+    shards = [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert pool(4).run(replicate_tasks.holding) == [[shard, everyone] for shard in shards]
