@@ -1,8 +1,9 @@
 """From a model on meta to weights on this rank: allocate, keep ties and buffers, fill each parameter by its name.
 
-A weight is a pure function of (seed, parameter name in the unwrapped model) and of the kind of device that computes,
-where it is drawn: every layout starts from the same numbers, but a GPU from others than a CPU, whose generators differ.
-A rank draws only the rows that its shard touches, a few megabytes at a time; 8 billion take a GPU about a second.
+A weight is a pure function of (seed, parameter name in the unwrapped model) and of what computes with it, where it is
+drawn: by torch's generator on a CPU, by a hash of its position on a GPU of any model, so that every layout starts from
+the same numbers, but a GPU from others than a CPU. A rank draws only the rows that its shard touches, a few megabytes
+at a time; 8 billion take a GPU a second or two.
 """
 
 from __future__ import annotations
@@ -53,12 +54,10 @@ class Weights:
         group = max(1, ELEMENTS_A_DRAW // max(width, 1))
         for index in range(start // group, -(-stop // group)):
             first, last = index * group, min((index + 1) * group, shape[0])
-            # a group is always drawn whole: what a generator gives depends on how many numbers it is asked for
-            drawn = torch.empty(last - first, *shape[1:], device=device)
             if std:
-                drawn.normal_(0.0, std, generator=self._generator(name, index, device))
+                drawn = self._normal(name, index, (last - first, *shape[1:]), std, torch.device(device))
             else:
-                drawn.zero_()
+                drawn = torch.zeros(last - first, *shape[1:], device=device)
             if constant:
                 drawn += constant
             low, high = max(first, start), min(last, stop)
@@ -72,9 +71,33 @@ class Weights:
             made.narrow(0, first, len(values)).copy_(values)
         return made.view(shape)
 
-    def _generator(self, name: str, index: int, device: torch.device | str) -> torch.Generator:
+    def _normal(self, name: str, index: int, shape: tuple[int, ...], std: float, device: torch.device) -> torch.Tensor:
+        """A group, always whole: what a generator gives depends on how many numbers it is asked for."""
         digest = hashlib.sha256(f"{self.seed}:{name}:{index}".encode()).digest()
-        return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        key = int.from_bytes(digest[:8], "little") >> 1
+        if device.type == "cpu":
+            return torch.empty(shape).normal_(0.0, std, generator=torch.Generator().manual_seed(key))
+        return hashed_normal(key, math.prod(shape), device).mul_(std).view(shape)
+
+
+def hashed_normal(key: int, count: int, device: torch.device) -> torch.Tensor:
+    """``count`` standard normal float32 numbers from ``key`` (below 2**63), the same on every device.
+
+    The generator of a GPU gives other numbers where it has another number of processors. SplitMix64 (Steele et al.
+    2014) of each position gives two uniform numbers of 24 bits, Box and Muller's transform in float64 a normal one.
+    """
+    bits = torch.arange(1, count + 1, dtype=torch.int64, device=device)
+    bits.mul_(_signed(0x9E3779B97F4A7C15)).add_(key)  # int64 wraps around, as the hash wants it
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits.bitwise_xor_((bits >> shift) & (2 ** (64 - shift) - 1)).mul_(_signed(factor))
+    bits.bitwise_xor_((bits >> 31) & (2**33 - 1))
+    radius = ((bits >> 40) & (2**24 - 1)).double().add_(1).div_(2**24).log_().mul_(-2).sqrt_()
+    angle = ((bits >> 16) & (2**24 - 1)).double().mul_(2 * math.pi / 2**24).cos_()
+    return radius.mul_(angle).float()
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
 
 
 def materialize(model: nn.Module, device: torch.device, parameter_device: torch.device) -> None:

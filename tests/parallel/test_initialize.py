@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -89,3 +90,21 @@ def test_norm_weights_start_where_the_model_has_them() -> None:
     gemma = build_model(llama(model_type="gemma", head_dim=8)).constants
     assert gemma["model.norm.weight"] == 0.0
     assert build_model(llama()).constants["model.norm.weight"] == 1.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_numbers_of_a_gpu_are_normal_and_the_same_on_every_device(device: str) -> None:
+    """SplitMix64 of 1 has a known value; the rest is Box and Muller's transform of its bits."""
+    drawn = initialize.hashed_normal(0, 2**20, torch.device(device)).double().cpu()
+    bits = 0x910A2DEC89025CC1  # the first output of SplitMix64 seeded with 1 is that of key 1
+    (first,) = initialize.hashed_normal(1, 1, torch.device(device)).tolist()
+    radius = math.sqrt(-2 * math.log(((bits >> 40) + 1) / 2**24))
+    assert first == pytest.approx(radius * math.cos(2 * math.pi * ((bits >> 16) & 0xFFFFFF) / 2**24), rel=1e-6)
+    mean, spread = drawn.mean().item(), drawn.std().item()
+    skewness, kurtosis = (((drawn - mean) / spread).pow(power).mean().item() for power in (3, 4))
+    assert abs(mean) < 4e-3
+    assert abs(spread - 1) < 3e-3
+    assert abs(skewness) < 1e-2
+    assert abs(kurtosis - 3) < 2e-2
+    assert abs((drawn[1:] * drawn[:-1]).mean().item()) < 4e-3
+    assert drawn.unique().numel() > 0.9 * 2**20
