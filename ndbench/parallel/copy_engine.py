@@ -56,13 +56,13 @@ class Rotation:
     choice among free blocks goes by their addresses. FSDP drops a tensor in stream order before it needs two more.
     """
 
-    def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._made = [PeerMemory(size, group, device) for _ in range(BUFFERS)]
-        self._given: list[weakref.ref[torch.Tensor] | None] = [None] * BUFFERS
+    def __init__(self, buffers: int, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._made = [PeerMemory(size, group, device) for _ in range(buffers)]
+        self._given: list[weakref.ref[torch.Tensor] | None] = [None] * buffers
         self._next = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        index, self._next = self._next, (self._next + 1) % BUFFERS
+        index, self._next = self._next, (self._next + 1) % len(self._made)
         before = self._given[index]
         assert before is None or before() is None, "FSDP still holds the tensor that was handed out before"
         tensor = self._made[index].local[: numel * dtype.itemsize].view(dtype)
@@ -78,16 +78,16 @@ _rotations: dict[tuple[str, str, int], Rotation] = {}
 
 
 class Pool:
-    """The buffers for one ``use`` of a group, by size."""
+    """The buffers for one ``use`` of a group, by size; ``buffers`` of each."""
 
-    def __init__(self, use: str, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.use, self.group, self.device = use, group, device
+    def __init__(self, use: str, group: dist.ProcessGroup, device: torch.device, buffers: int = BUFFERS) -> None:
+        self.use, self.group, self.device, self.buffers = use, group, device, buffers
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         size = -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         key = (group_name(self.group), self.use, size)
         if key not in _rotations:
-            _rotations[key] = Rotation(size, self.group, self.device)
+            _rotations[key] = Rotation(self.buffers, size, self.group, self.device)
         return _rotations[key].take(numel, dtype)
 
 
@@ -111,10 +111,12 @@ def why_not(group: dist.ProcessGroup) -> str | None:
     return None
 
 
-def use_copy_engines(blocks: list[nn.Module], group: dist.ProcessGroup, device: torch.device, fused: bool) -> None:
+def use_copy_engines(
+    blocks: list[nn.Module], tables: list[nn.Module], group: dist.ProcessGroup, device: torch.device, fused: bool
+) -> None:
     """Gather and reduce ``blocks``, which FSDP2 shards over ``group``, by the copy engines of its GPUs.
 
-    ``fused`` compiles the sums.
+    Of ``tables``, which are large and seldom, only the gradients: one buffer does. ``fused`` compiles the sums.
     """
     gather, scatter = Pool("gather", group, device), Pool("scatter", group, device)
     add_up = torch.compile(_add_up, dynamic=False) if fused else _add_up
@@ -122,6 +124,9 @@ def use_copy_engines(blocks: list[nn.Module], group: dist.ProcessGroup, device: 
         assert isinstance(block, FSDPModule)
         block.set_custom_all_gather(PeerAllGather(gather))
         block.set_custom_reduce_scatter(PeerReduceScatter(scatter, add_up))
+    for table in tables:
+        assert isinstance(table, FSDPModule)
+        table.set_custom_reduce_scatter(PeerReduceScatter(Pool("tables", group, device, buffers=1), add_up))
 
 
 class PeerAllGather(AllGather):

@@ -33,16 +33,17 @@ def apply_fully_shard(
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     copies = mesh.config.fsdp_collectives == "copy_engine" and mesh.fsdp.size() > 1
-    of_blocks = replace(policy, reduce_dtype=None) if copies and not accumulates else policy
+    of_units = replace(policy, reduce_dtype=None) if copies and not accumulates else policy
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if mesh.config.cpu_offload else OffloadPolicy()
     freed = blocks[: max(len(blocks) - mesh.config.kept_blocks, 0)] if mesh.config.reshard_after_forward else []
-    for module in (*blocks, *_tables(model), model):
+    tables = _tables(model)
+    for module in (*blocks, *tables, model):
         # What comes last in forward comes first in backward; freeing it would only gather it twice. The embedding is
         # kept like it: all of both is what a rank holds anyway when it computes the loss.
         fully_shard(
             module,
             mesh=mesh.fsdp_mesh,
-            mp_policy=of_blocks if module in blocks else policy,
+            mp_policy=policy if module is model else of_units,
             offload_policy=offload,
             reshard_after_forward=module in freed,
         )
@@ -53,7 +54,7 @@ def apply_fully_shard(
     if copies:
         from ndbench.parallel.copy_engine import use_copy_engines
 
-        use_copy_engines(blocks, mesh.fsdp.get_group(), device, fused)
+        use_copy_engines(blocks, tables, mesh.fsdp.get_group(), device, fused)
 
 
 def _tables(model: nn.Module) -> list[nn.Module]:

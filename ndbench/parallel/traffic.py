@@ -92,7 +92,7 @@ def root_shard(model: LlamaShape, layout: ParallelismConfig) -> int:
 
 
 def _outside(model: LlamaShape, layout: ParallelismConfig) -> list[int]:
-    """Elements of each FSDP unit outside the blocks: embedding, head and the norm; tied, they are one."""
+    """Elements of each FSDP unit outside the blocks, the root last: embedding, head and the norm; tied, they are one."""
     table = _shards([(-(-model.vocab_size // layout.tp_size), model.hidden_size)], layout.fsdp_size)
     norm = _shards([(model.hidden_size, 1)], layout.fsdp_size)
     return [table + norm] if model.tie_word_embeddings else [table, table, norm]
@@ -136,9 +136,11 @@ def _data(total: _Sum, model: LlamaShape, layout: ParallelismConfig, step: StepS
     freed = max(layers - layout.kept_blocks, 0) if layout.reshard_after_forward else 0
     # Copy engines carry what was computed, unless it was added up over micro-steps.
     as_computed = layout.fsdp_collectives == "copy_engine" and micro_steps == 1
-    of_blocks = step.element_size if as_computed else GRADIENT_BYTES
-    outside = [(1, 0, size, GRADIENT_BYTES) for size in _outside(model, layout)]
-    for units, again, size, width in [(layers, freed, block_shard(model, layout), of_blocks), *outside]:
+    computed = step.element_size if as_computed else GRADIENT_BYTES
+    *tables, rest = _outside(model, layout)
+    units_of = [(layers, freed, block_shard(model, layout), computed), (1, 0, rest, GRADIENT_BYTES)]
+    units_of += [(1, 0, table, computed) for table in tables]
+    for units, again, size, width in units_of:
         if shards > 1:
             total.add("all_gather", axis, micro_steps * (units + again), (shards - 1) * size * step.element_size)
             total.add("reduce_scatter", axis, units, (shards - 1) * size * width)

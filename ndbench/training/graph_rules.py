@@ -16,8 +16,6 @@ def graph_refusals(training: TrainingConfig, parallelism: ParallelismConfig, dev
         reasons.append(f"cuda_graphs need a CUDA device, this is {device}")
     if parallelism.cpu_offload:
         reasons.append("cuda_graphs: under cpu_offload the host waits for the gradients in each step")
-    if parallelism.fsdp_collectives == "copy_engine" and parallelism.fsdp_size > 1:
-        reasons.append("cuda_graphs: what fsdp_collectives=copy_engine does between GPUs cannot be captured")
     if training.optimizer not in GRAPHED_OPTIMIZERS:
         known = ", ".join(GRAPHED_OPTIMIZERS)
         reasons.append(
