@@ -92,7 +92,7 @@ def root_shard(model: LlamaShape, layout: ParallelismConfig) -> int:
 
 
 def _outside(model: LlamaShape, layout: ParallelismConfig) -> list[int]:
-    """Elements of each FSDP unit outside the blocks, the root last: embedding, head and the norm; tied, they are one."""
+    """Elements of each FSDP unit outside the blocks, the root last: embedding, head, norm; tied, they are one."""
     table = _shards([(-(-model.vocab_size // layout.tp_size), model.hidden_size)], layout.fsdp_size)
     norm = _shards([(model.hidden_size, 1)], layout.fsdp_size)
     return [table + norm] if model.tie_word_embeddings else [table, table, norm]
