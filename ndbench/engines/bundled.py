@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from ndbench.config import Cell
+    from ndbench.parallel.copy_engine import CopyEngines
     from ndbench.parallel.mesh import Mesh
     from ndbench.training.graphs import GraphedStep
     from ndbench.training.step import Step
@@ -50,6 +52,7 @@ class BundledEngine:
         self.model: torch.nn.Module | None = None
         self._step: Step | None = None
         self._graphs: GraphedStep | None = None
+        self._copy_engines: CopyEngines | None = None
         self._facts: dict[str, Any] = {}
         self._packed_kernel: str | None = None
 
@@ -161,7 +164,7 @@ class BundledEngine:
             ungraphed.append("FSDP holds the parameters; training.cuda_graphs=true tries it all the same")
         graphed = training.cuda_graphs is not False and not ungraphed
         optimizer = ShardOptimizer(gradients.parameters, training, graphed, parallel.held, parallel.copies)
-        self.model = parallel.model
+        self.model, self._copy_engines = parallel.model, parallel.copy_engines
         self._step = Step(
             parallel.model,
             loss_sum,
@@ -200,7 +203,9 @@ class BundledEngine:
         assert self._step is not None, "setup comes first"
         if batch.document_ids is not None and self._packed_kernel is not None:
             self._facts["attention_kernel"] = self._packed_kernel
-        return self._step(batch) if self._graphs is None else self._graphs(batch)
+        take = self._step if self._graphs is None else self._graphs
+        with nullcontext() if self._copy_engines is None else self._copy_engines.step(batch.input_ids.shape):
+            return take(batch)
 
     @property
     def stepper(self) -> Step:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ndbench.parallel._torch_private import AllGather, ReduceScatter, group_name, symmetric_memory
+from ndbench.parallel._torch_private import AllGather, ReduceScatter, group_name, symmetric_memory, watched
 
 ALIGNMENT = 128
 """Bytes to which a buffer's size is rounded up."""
 BUFFERS = 3
 """One that is filled, one that is read, and one whose readers may not have come to an end on every rank."""
+WARM_UP_STEPS = 2
+"""Steps of a shape that are taken with NCCL before the copy engines are used."""
 GATHER, SCATTER = 0, 1
 """Channels of the barriers: a gather and a reduction may wait at the same time."""
 
@@ -36,6 +39,11 @@ class PeerMemory:
         self.local: torch.Tensor = symmetric_memory().empty(size, dtype=torch.uint8, device=device)
         self._handle: Any = symmetric_memory().rendezvous(self.local, group)
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+        # What these load and map for the first time is there before any rank waits for another.
+        for channel in (GATHER, SCATTER):
+            self.barrier(channel)
+        for peer in range(self.world):
+            self.local[:ALIGNMENT].copy_(self.of(peer, 0, ALIGNMENT, torch.uint8))
 
     def of(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """``numel`` elements of ``rank``'s buffer from element ``start`` on."""
@@ -80,20 +88,62 @@ _rotations: dict[tuple[str, str, int], Rotation] = {}
 class Pool:
     """The buffers for one ``use`` of a group, by size; ``buffers`` of each."""
 
-    def __init__(self, use: str, group: dist.ProcessGroup, device: torch.device, buffers: int = BUFFERS) -> None:
-        self.use, self.group, self.device, self.buffers = use, group, device, buffers
+    def __init__(self, use: str, engines: CopyEngines, buffers: int = BUFFERS) -> None:
+        self.use, self.engines, self.buffers = use, engines, buffers
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         size = -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        key = (group_name(self.group), self.use, size)
+        if not self.engines.on:
+            self.engines.needed[self, size] = None
+            return torch.empty(numel, dtype=dtype, device=self.engines.device)
+        return self.rotation(size).take(numel, dtype)
+
+    def rotation(self, size: int) -> Rotation:
+        """Made when it is asked for first, by all ranks together."""
+        key = (group_name(self.engines.group), self.use, size)
         if key not in _rotations:
-            _rotations[key] = Rotation(self.buffers, size, self.group, self.device)
-        return _rotations[key].take(numel, dtype)
+            _rotations[key] = Rotation(self.buffers, size, self.engines.group, self.engines.device)
+        return _rotations[key]
 
 
-def _holding(tensor: torch.Tensor) -> PeerMemory:
+def _holding(tensor: torch.Tensor) -> PeerMemory | None:
     found = (rotation.holding(tensor) for rotation in _rotations.values())
-    return next(memory for memory in found if memory is not None)
+    return next((memory for memory in found if memory is not None), None)
+
+
+class CopyEngines:
+    """Decides which steps of a model are taken with its GPUs' copy engines.
+
+    While a rank waits in a barrier its GPU may not load a kernel: loading can stop what other streams have still to do,
+    for which the other ranks wait. So the first steps of each shape, which compile, tune and load, and whatever is
+    not a step (evaluation, generation, a step that is watched) are taken with NCCL, with the same sums.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.on = False
+        self.needed: dict[tuple[Pool, int], None] = {}
+        self._taken: dict[Any, int] = {}
+        _groups[group_name(group)] = group
+
+    @contextmanager
+    def step(self, shape: Any) -> Iterator[None]:
+        """A step of a batch of ``shape``, which is the same on all ranks."""
+        taken = self._taken.get(shape, 0)
+        self._taken[shape] = taken + 1
+        if taken >= WARM_UP_STEPS and not watched():
+            for pool, size in self.needed:
+                pool.rotation(size)
+            self.on = True
+        elif self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # new kernels are coming, and a barrier may still be waiting
+        try:
+            yield
+        finally:
+            self.on = False
+
+
+_groups: dict[str, dist.ProcessGroup] = {}
 
 
 def why_not(group: dist.ProcessGroup) -> str | None:
@@ -113,12 +163,13 @@ def why_not(group: dist.ProcessGroup) -> str | None:
 
 def use_copy_engines(
     blocks: list[nn.Module], tables: list[nn.Module], group: dist.ProcessGroup, device: torch.device, fused: bool
-) -> None:
+) -> CopyEngines:
     """Gather and reduce ``blocks``, which FSDP2 shards over ``group``, by the copy engines of its GPUs.
 
     Of ``tables``, which are large and seldom, only the gradients: one buffer does. ``fused`` compiles the sums.
     """
-    gather, scatter = Pool("gather", group, device), Pool("scatter", group, device)
+    engines = CopyEngines(group, device)
+    gather, scatter = Pool("gather", engines), Pool("scatter", engines)
     add_up = torch.compile(_add_up, dynamic=False) if fused else _add_up
     for block in blocks:
         assert isinstance(block, FSDPModule)
@@ -126,7 +177,8 @@ def use_copy_engines(
         block.set_custom_reduce_scatter(PeerReduceScatter(scatter, add_up))
     for table in tables:
         assert isinstance(table, FSDPModule)
-        table.set_custom_reduce_scatter(PeerReduceScatter(Pool("tables", group, device, buffers=1), add_up))
+        table.set_custom_reduce_scatter(PeerReduceScatter(Pool("tables", engines, buffers=1), add_up))
+    return engines
 
 
 class PeerAllGather(AllGather):
@@ -158,7 +210,7 @@ class PeerReduceScatter(ReduceScatter):
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         # FSDP asks for the input and then for the output, both in the dtype of the gradients.
         numel = int(size[0])
-        if self._input and numel * self.pool.group.size() == self._input:
+        if self._input and numel * self.pool.engines.group.size() == self._input:
             self._input = 0
             return torch.empty(numel, dtype=torch.float32, device=device)
         self._input = numel
@@ -192,8 +244,11 @@ _library.define("all_gather_by_copies(Tensor(a!) output, Tensor input, str group
 _library.define("scatter_by_copies(Tensor(a!) arrived, Tensor input, str group_name) -> ()")  # type: ignore[no-untyped-call]
 
 
-def _all_gather_by_copies(output: torch.Tensor, input: torch.Tensor, group_name: str) -> None:  # noqa: ARG001
+def _all_gather_by_copies(output: torch.Tensor, input: torch.Tensor, group_name: str) -> None:
     memory = _holding(output)
+    if memory is None:
+        dist.all_gather_into_tensor(output, input, group=_groups[group_name])
+        return
     numel, dtype = input.numel(), input.dtype
     memory.barrier(GATHER)
     for step in range(1, memory.world):
@@ -203,9 +258,16 @@ def _all_gather_by_copies(output: torch.Tensor, input: torch.Tensor, group_name:
     memory.barrier(GATHER)
 
 
-def _scatter_by_copies(arrived: torch.Tensor, input: torch.Tensor, group_name: str) -> None:  # noqa: ARG001
+def _scatter_by_copies(arrived: torch.Tensor, input: torch.Tensor, group_name: str) -> None:
     """Into each row of ``arrived`` this rank's part of another rank's ``input``, by rank."""
     memory = _holding(input)
+    if memory is None:
+        group, received = _groups[group_name], torch.empty_like(input)
+        dist.all_to_all_single(received, input, group=group)
+        rows = received.view(group.size(), -1)
+        others = [rows[peer] for peer in range(group.size()) if peer != group.rank()]
+        torch._foreach_copy_(list(arrived.unbind(0)), others)
+        return
     numel, dtype = arrived.shape[1], input.dtype
     memory.barrier(SCATTER)
     for step in range(1, memory.world):

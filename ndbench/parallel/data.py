@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from ndbench.parallel.copy_engine import CopyEngines, use_copy_engines
 from ndbench.parallel.mesh import Mesh
 
 
@@ -25,11 +26,11 @@ def apply_fully_shard(
     device: torch.device,
     accumulates: bool = True,
     fused: bool = False,
-) -> None:
+) -> CopyEngines | None:
     """Shard the units of ``model`` in place; ``param_dtype`` is what forward and backward compute in.
 
     Gradients are summed in float32 whatever they are computed in. Copy engines do so on arrival, so what they carry may
-    be narrower unless a step ``accumulates`` micro-batches; ``fused`` compiles their sums.
+    be narrower unless a step ``accumulates`` micro-batches; ``fused`` compiles their sums. Returns who uses them.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     copies = mesh.config.fsdp_collectives == "copy_engine" and mesh.fsdp.size() > 1
@@ -51,10 +52,7 @@ def apply_fully_shard(
         module.set_gradient_divide_factor(1.0)
         # gloo has no PREMUL_SUM, which a divide factor would otherwise go through.
         module.set_force_sum_reduction_for_comms(True)
-    if copies:
-        from ndbench.parallel.copy_engine import use_copy_engines
-
-        use_copy_engines(blocks, tables, mesh.fsdp.get_group(), device, fused)
+    return use_copy_engines(blocks, tables, mesh.fsdp.get_group(), device, fused) if copies else None
 
 
 def _tables(model: nn.Module) -> list[nn.Module]:

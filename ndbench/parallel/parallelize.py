@@ -14,8 +14,9 @@ from torch import nn
 
 from ndbench.parallel.attention import configure
 from ndbench.parallel.checkpointing import apply_checkpointing
+from ndbench.parallel.copy_engine import CopyEngines
 from ndbench.parallel.data import apply_fully_shard
-from ndbench.parallel.float8 import Float8, apply_float8
+from ndbench.parallel.float8 import Float8, apply_float8, compile_options
 from ndbench.parallel.held import Held, HeldAsComputed
 from ndbench.parallel.initialize import Weights, fill, materialize
 from ndbench.parallel.mesh import Mesh
@@ -55,6 +56,8 @@ class Parallel:
     fully_sharded: bool = False
     copies: ComputeCopies | None = None
     """What forward and backward compute with, where that is not the parameters."""
+    copy_engines: CopyEngines | None = None
+    """A step is taken inside its ``step``."""
 
     @property
     def computing(self) -> Callable[[], AbstractContextManager[None]]:
@@ -96,15 +99,16 @@ def parallelize(
     # 3. Recomputation encloses TP's and CP's communication, and is what gets compiled.
     apply_checkpointing(blocks, technique.activation_checkpointing)
     if technique.compile:
+        options = compile_options() if technique.float8 is not None and device.type == "cuda" else None
         for module in (*blocks, *_norms_outside(model, blocks)):
             # Its forward, not the module: hooks that come later, FSDP's, stay out of the compiled graph.
-            module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
+            module.forward = torch.compile(module.forward, options=options)  # type: ignore[method-assign]
 
     # 4. FSDP last: it gathers what TP left, outside the compiled and recomputed part. A rank whose parameters nothing
     #    shards needs it only for its offload.
     sharded = mesh.fsdp.size() > 1 or mesh.config.cpu_offload
     if sharded:
-        apply_fully_shard(model, blocks, mesh, technique.param_dtype, device, technique.accumulates, fused)
+        engines = apply_fully_shard(model, blocks, mesh, technique.param_dtype, device, technique.accumulates, fused)
 
     # 5. Only now is memory allocated, a shard at a time.
     materialize(model, device, torch.device("cpu") if mesh.config.cpu_offload else device)
@@ -113,7 +117,7 @@ def parallelize(
     # 6. FSDP casts what it gathers and reduces gradients; without it the parameters get copies to compute with, and
     #    replicas sum their gradients in buckets.
     if sharded:
-        return Parallel(model, Held(model), partial, fully_sharded=True)
+        return Parallel(model, Held(model), partial, fully_sharded=True, copy_engines=engines)
     copies = None if technique.param_dtype is None else ComputeCopies(model, technique.param_dtype)
     leaves = [(p, p) for p in model.parameters() if p.requires_grad] if copies is None else copies.leaves
     if mesh.config.dp_replicate_size > 1:

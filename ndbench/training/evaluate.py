@@ -28,6 +28,9 @@ def evaluate(
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     training = step.model.training
     step.model.eval()
+    if device.type == "cuda":
+        # Its kernels may be new here, and none is loaded while a rank may wait for another (see copy_engine.py).
+        torch.cuda.synchronize(device)
     with torch.no_grad():
         for first in range(0, end, dataset.global_batch_size):
             batch = dataset.batch_from(first, mesh.batch_rank, mesh.batch_size, device, end)

@@ -51,9 +51,9 @@ def trained(at: Case, folder: str, memory: str = "FileMemory") -> dict[str, Any]
         engine.build(at.model, at.training, mesh, torch.device("cpu"))
         results = []
         for step in range(at.steps):
-            data = batch(at, step, mesh.batch_rank, mesh.batch_size)
-            with CollectiveRecorder(mesh.axis_of_group) as recorder:
-                results.append(engine.step(data))
+            results.append(engine.step(batch(at, step, mesh.batch_rank, mesh.batch_size)))
+        with CollectiveRecorder(mesh.axis_of_group) as recorder:
+            results.append(engine.step(batch(at, at.steps, mesh.batch_rank, mesh.batch_size)))
         held = [p._local_tensor if hasattr(p, "_local_tensor") else p for p in engine.model.parameters()]  # type: ignore[union-attr]
         found = {
             "losses": [float(each.loss) for each in results],
