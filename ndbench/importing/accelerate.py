@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ndbench.engines.bundled import PRECISIONS
+from ndbench.engines.bundled_refusals import PRECISIONS
 from ndbench.importing.findings import LOST, UNDERSTOOD, Findings, Remark
 from ndbench.importing.fsdp import (
     CHECKPOINTING,

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ndbench.engines.bundled import PRECISIONS
+from ndbench.engines.bundled_refusals import PRECISIONS
 from ndbench.importing.axolotl_keys import REMARKS
 from ndbench.importing.axolotl_training import translate_batch, translate_optimizer, translate_schedule, translate_train
 from ndbench.importing.findings import Findings, shown

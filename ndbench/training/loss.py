@@ -142,8 +142,10 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        # A tensor without dims would first be rounded to the dtype of the other.
+        factor = grad.reshape(1)
         hidden, weight, bias = (
-            None if saved is None else torch.mul(saved, grad, out=torch.empty_like(saved, dtype=ctx.dtype))
+            None if saved is None else torch.mul(saved, factor, out=torch.empty_like(saved, dtype=ctx.dtype))
             for saved in ctx.saved_tensors
         )
         return hidden, weight, bias, None, None, None, None

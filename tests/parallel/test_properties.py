@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
 from ndbench.config import Cell, Config
-from ndbench.engines.bundled import BundledEngine, plan_refusals
+from ndbench.engines.bundled import BundledEngine
+from ndbench.engines.bundled_refusals import plan_refusals
 from tests.parity.cases import Case, all_layouts, layout, llama, training
 from tests.parity.compare import errors
 from tests.parity.pool import pool

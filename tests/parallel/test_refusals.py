@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from ndbench.config import Cell, Config, ModelConfig
-from ndbench.engines.bundled import BundledEngine, plan_refusals
+from ndbench.engines.bundled import BundledEngine
+from ndbench.engines.bundled_refusals import plan_refusals
 from ndbench.parallel.config import ParallelismConfig
 from tests.parity.cases import layout, llama, training
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ndbench.config import ModelConfig
-from ndbench.engines.bundled import plan_refusals
+from ndbench.engines.bundled_refusals import plan_refusals
 from ndbench.parallel.config import ParallelismConfig
 from tests.parallel.toy import PLAN
 from tests.parity import ranks

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from ndbench.config import Cell, CheckpointConfig, Config, HardwareConfig
-from ndbench.engines.bundled import BundledEngine, plan_refusals
+from ndbench.engines.bundled import BundledEngine
+from ndbench.engines.bundled_refusals import plan_refusals
 from ndbench.parallel.config import ParallelismConfig
 from ndbench.parallel.float8 import float8_for
 from ndbench.parallel.state_index import read_index
@@ -203,7 +204,7 @@ def test_nothing_of_torchao_is_imported_unless_asked() -> None:
     """By transformers neither, which imports it wherever it is installed."""
     code = (
         "import sys, importlib.util\n"
-        "from ndbench.engines.bundled import plan_refusals\n"
+        "from ndbench.engines.bundled_refusals import plan_refusals\n"
         "from tests.parity.cases import layout, llama\n"
         "import ndbench.parallel.parallelize\n"
         "assert plan_refusals(llama(), layout(1, 1, 1, 2), float8=True) == []\n"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ndbench.config import ModelConfig, TrainingConfig
-from ndbench.engines.bundled import _refuse_training
+from ndbench.engines.bundled_refusals import refuse_training
 from ndbench.training.optimizer import ShardOptimizer
 from ndbench.training.schedule import learning_rate_factor
 
@@ -75,4 +75,4 @@ def test_the_optimizer_steps_at_the_rate_of_its_own_count() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(fields: dict[str, Any], reason: str) -> None:
-    assert _refuse_training(TrainingConfig(**fields), ModelConfig()) == [reason]
+    assert refuse_training(TrainingConfig(**fields), ModelConfig()) == [reason]
