@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _dispatch(arguments)
             sys.stdout.flush()
             return code
-        except (Exception, KeyboardInterrupt, Terminated) as error:
+        except (Exception, KeyboardInterrupt, Terminated, SystemExit) as error:
             return exit_of(error, arguments)
 
 

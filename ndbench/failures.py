@@ -52,6 +52,8 @@ def exit_of(error: BaseException, arguments: Sequence[str]) -> int:
         return say("interrupted", INTERRUPTED)
     if isinstance(error, Terminated):
         return say("terminated", TERMINATED)
+    if isinstance(error, SystemExit):  # of code that is not ours: with its 0 a gate would be green without measuring
+        return say(f"code of the user's own called sys.exit({error.code!r}) instead of returning", USAGE)
     if isinstance(error, BrokenPipeError) and _output_closed():
         # what is still buffered goes nowhere, and must not fail a second time when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -55,6 +55,8 @@ def refuse_training(training: TrainingConfig, model: ModelConfig) -> list[str]:
         reasons.append(f"activation_checkpointing '{training.activation_checkpointing}' is not known; known: {known}")
     if training.optimizer not in ("adamw", "sgd") and "." not in training.optimizer:
         reasons.append(f"optimizer '{training.optimizer}' is not known: adamw, sgd, or a dotted path")
+    if len(training.betas) != 2 or not all(0 <= beta < 1 for beta in training.betas):
+        reasons.append(f"betas {training.betas}: two numbers from 0 to below 1 are needed")
     chunk = training.loss_chunk_size
     if chunk is not None and chunk < 1:
         reasons.append(f"loss_chunk_size is {chunk}, it must be at least 1")

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from ndbench import dotted
+
 if TYPE_CHECKING:
     import torch
 
@@ -86,7 +88,6 @@ def load_engine(name: str, target: str | None = None, **options: Any) -> Engine:
 
     Raises ``ValueError`` naming the known engines when there is none of that name.
     """
-    import importlib
     from importlib.metadata import entry_points
 
     if target is None:
@@ -95,12 +96,6 @@ def load_engine(name: str, target: str | None = None, **options: Any) -> Engine:
             raise ValueError(f"engine '{name}' is not known; known engines: {', '.join(sorted(found))}")
         factory = found[name].load()
     else:
-        module, separator, attribute = target.replace(":", ".").rpartition(".")
-        if not separator:
-            raise ValueError(f"engine.target '{target}' is not a dotted path (package.module.Class)")
-        try:
-            factory = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"engine.target '{target}' cannot be imported: {error}") from error
+        factory = dotted.load(target, "engine.target", "Class")
     engine: Engine = factory(**options)
     return engine

@@ -6,7 +6,6 @@ weights are read and no network is used. It knows nothing of how a model is shar
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ndbench import dotted
 from ndbench.config import ModelConfig
 from ndbench.parallel._transformers_private import leave_torchao_alone
 from ndbench.parallel.attention import ATTENTION_NAME, register
@@ -99,13 +99,7 @@ def _causal_lm(config: ModelConfig) -> nn.Module:
 
 def _target(config: ModelConfig) -> nn.Module:
     assert config.target is not None
-    module, separator, attribute = config.target.replace(":", ".").rpartition(".")
-    if not separator:
-        raise ValueError(f"model.target '{config.target}' is not a dotted path (package.module.callable)")
-    try:
-        factory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"model.target '{config.target}' cannot be imported: {error}") from error
+    factory = dotted.load(config.target, "model.target", "callable")
     model = factory(**config.kwargs)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model.target '{config.target}' returned a {type(model).__name__}, not an nn.Module")

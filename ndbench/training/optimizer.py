@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ndbench import dotted
 from ndbench.config import TrainingConfig
 from ndbench.parallel._torch_private import local_tensor, make_capturable, same_storage
 from ndbench.parallel.held import Held
@@ -175,11 +175,7 @@ def optimizer_class(training: TrainingConfig) -> tuple[Any, dict[str, Any]]:
     if training.optimizer == "sgd":
         options = {"lr": rate, "weight_decay": decay, "momentum": training.momentum, "fused": True}
         return torch.optim.SGD, options
-    module, separator, attribute = training.optimizer.rpartition(".")
-    if not separator:
+    if "." not in training.optimizer:
         raise ValueError(f"training.optimizer '{training.optimizer}' is not known: adamw, sgd, or a dotted path")
-    try:
-        kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"training.optimizer '{training.optimizer}' cannot be imported: {error}") from error
+    kind = dotted.load(training.optimizer, "training.optimizer", "Class")
     return kind, {"lr": rate}
