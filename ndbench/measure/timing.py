@@ -40,12 +40,18 @@ class StepClock:
         self._marks.append(cuda_event())
 
     def seconds(self) -> list[float]:
-        """Seconds of each step so far, [steps]. On CUDA waits once for the last boundary."""
+        """Seconds of each step so far, [steps]. On CUDA waits once for the last boundary.
+
+        Raises ``RuntimeError`` for a clock that stands still or goes back, as one does that the measured code replaced.
+        """
         if len(self._marks) < 2:
             return []
         pairs = pairwise(self._marks)
         if not self._cuda:
-            return [after - before for before, after in pairs]
+            taken = [after - before for before, after in pairs]
+            if min(taken) <= 0:
+                raise RuntimeError(f"step {taken.index(min(taken))} took {min(taken)} s by time.perf_counter")
+            return taken
         self._marks[-1].synchronize()
         return [before.elapsed_time(after) / 1e3 for before, after in pairs]
 

@@ -14,11 +14,11 @@ from typing import Any
 
 
 def read_log(path: Path, last: int | None = None) -> list[dict[str, Any]]:
-    """The lines of a log up to step ``last``; what a killed run left half written is not a line."""
+    """The lines of a log up to step ``last``; what a killed run left half written, or a disk spoiled, is not a line."""
     if not path.is_file():
         return []
     found = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
         except ValueError:

@@ -195,3 +195,12 @@ def test_no_handicap_costs_nothing() -> None:
 def test_a_negative_handicap_is_refused() -> None:
     with pytest.raises(ValueError, match=r"-1\.0"):
         Handicap(-1.0, "cpu")
+
+
+def test_a_clock_that_stands_still_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.perf_counter", lambda: 1.0)
+    clock = StepClock("cpu")
+    clock.start()
+    clock.tick()
+    with pytest.raises(RuntimeError, match=r"step 0 took 0.0 s by time.perf_counter"):
+        clock.seconds()

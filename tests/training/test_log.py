@@ -25,3 +25,9 @@ def test_resuming_drops_the_steps_that_come_again_and_what_was_half_written(tmp_
     assert lines[5]["loss"] is None
     assert [line["step"] for line in read_log(path, last=2)] == [1, 2]
     assert [file.name for file in path.parent.iterdir()] == ["log.jsonl"]
+
+
+def test_a_spoiled_line_does_not_hide_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"step": 1}\n\xfe\xff\x00spoiled\n{"step": 3}\n')
+    assert [line["step"] for line in read_log(path)] == [1, 3]
