@@ -25,7 +25,7 @@ def summarise(records: Sequence[Record]) -> Current | None:
     peak = max(peaks(ok), default=None)
     times = [log_step_time(record) for record in ok]
     interval = mean_interval(times)
-    tokens = ok[0]["tokens"]["per_step"] if ok else 0
+    tokens = ok[0]["tokens"]["per_step"] if ok else None
     loss = ok[-1]["steps"]["loss"][-1] if ok else None
     mfu = ok[0]["metrics"].get("mfu_causal", {}).get("value") if ok else None
     return Current(
@@ -34,9 +34,9 @@ def summarise(records: Sequence[Record]) -> Current | None:
         ok_repeats=len(ok),
         layout=world["layout"],
         world_size=world["size"],
-        tokens_per_second=tokens / math.exp(fmean(times)) if ok else None,
-        tokens_low=tokens / math.exp(interval[1]) if ok and interval else None,
-        tokens_high=tokens / math.exp(interval[0]) if ok and interval else None,
+        tokens_per_second=tokens / math.exp(fmean(times)) if tokens else None,
+        tokens_low=tokens / math.exp(interval[1]) if tokens and interval else None,
+        tokens_high=tokens / math.exp(interval[0]) if tokens and interval else None,
         step_seconds=math.exp(fmean(times)) if ok else None,
         peak_bytes=None if peak is None else int(peak),
         loss_last=loss,

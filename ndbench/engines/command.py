@@ -3,20 +3,25 @@
 Each rank starts the script as a process of its own with torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK,
 MASTER_ADDR, MASTER_PORT) and reads its standard output. A line is a step when it is a JSON object with a ``loss``;
 every other line goes to the rank's log. Keys: ``loss`` (required), ``grad_norm`` and ``tokens`` (loss-bearing tokens of
-the global batch). The script runs freely; a step ends when its line arrives, by the harness's clock.
+the global batch). The script runs freely; a step ends when its line arrives, by the harness's clock. Rank 0's lines
+are enough: another rank may print none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +34,23 @@ if TYPE_CHECKING:
 
 CLOSING_SECONDS = 60.0
 """How long a script may take to end after its last step: to save, say."""
+LAST_WORDS_SECONDS = 2.0
+"""How long the end of the error output of a script that ended is waited for: another process may hold it open."""
+
+
+_PREFIX = re.compile(r"^\[rank\d+\]: ?")
+"""What torch puts before the lines of a traceback once there is a process group."""
+
+
+class ScriptError(RuntimeError):
+    """The script ended when it should not have. What it said itself is in the rank's log already."""
+
+    in_log = True
+
+    def __init__(self, told: str, failed_at: float | None = None) -> None:
+        super().__init__(told)
+        self.failed_at = failed_at
+        """``time.time()`` of the script's first word on it; the process itself may take a second to end."""
 
 
 class CommandEngine:
@@ -40,6 +62,19 @@ class CommandEngine:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._steps = 0
+        self._expected = 0
+        self._rank = 0
+        self.silent = False
+        """This rank's script printed no step and ended well: rank 0 speaks for it."""
+        self._stepping = False
+        self._told = False
+        """A step has said already how the script ended."""
+        self._spoke = 0.0
+        """``time.monotonic()`` of the start or of the last step's line."""
+        self._errors = deque[str](maxlen=200)
+        """Last lines of the script's error output since its last step."""
+        self._failed_at: float | None = None
+        self._listener: threading.Thread | None = None
         self._others: list[Any] = []
         """Processes below this rank that were there before the script."""
 
@@ -76,36 +111,85 @@ class CommandEngine:
             "NDBENCH_GLOBAL_BATCH_SIZE": str(training.global_batch_size),
             "NDBENCH_SEQUENCE_LENGTH": str(training.sequence_length),
         }
+        self._expected, self._rank = training.steps, int(environment.get("RANK", "0"))
         self._others = descendants()
-        # stderr is the rank's log already; a child dies with its rank, whatever ends the rank
+        # a child dies with its rank, whatever ends the rank
         wrapped = [sys.executable, "-m", "ndbench.run.child", *words]
         self._process = subprocess.Popen(
             wrapped,
             stdin=subprocess.DEVNULL,  # a group of its own may not read the terminal
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,  # the rank's log gets it line by line; a failure is told with its end
             encoding="utf-8",
             errors="replace",
             env=environment,
             process_group=0,
         )
+        self._spoke = time.monotonic()
+        self._listener = threading.Thread(target=self._listen, daemon=True, name="ndbench-script-stderr")
+        self._listener.start()
+
+    def _listen(self) -> None:
+        assert self._process is not None, "started"
+        assert self._process.stderr is not None, "opened as a pipe"
+        for line in self._process.stderr:
+            sys.stderr.write(line)
+            sys.stderr.flush()
+            line = _PREFIX.sub("", line)
+            if line.startswith("Traceback ") and self._failed_at is None:
+                self._failed_at = time.time()
+            self._errors.append(line.rstrip())
 
     def step(self, batch: Batch) -> StepResult:
         del batch  # the script reads its own data
         process = self._process
         assert process is not None, "setup comes first"
         assert process.stdout is not None, "opened as a pipe"
+        if self.silent:
+            return StepResult(math.nan, None, None)
+        self._stepping = True
         for line in process.stdout:
             values = _step_line(line)
             if values is None:
                 sys.stderr.write(line)
                 continue
             self._steps += 1
+            self._spoke, self._failed_at, self._stepping = time.monotonic(), None, False
+            self._errors.clear()
             return StepResult(values["loss"], values.get("grad_norm"), values.get("tokens"))
         code = process.wait()
-        raise RuntimeError(
-            f"the script ended with exit code {code} after {self._steps} step lines; "
-            "it must print one JSON object with a 'loss' for each of NDBENCH_STEPS steps"
-        )
+        self._stepping = False
+        self._told = not (code == 0 and self._rank != 0 and self._steps == 0)
+        if not self._told:
+            self.silent = True
+            return StepResult(math.nan, None, None)
+        raise self._ended(code)
+
+    def _ended(self, code: int) -> ScriptError:
+        """What a script that ended before its last step did, in a line."""
+        if self._steps == 0:
+            where = "before its first step line"
+        else:
+            where = f"after step {self._steps - 1} ({self._steps} of {self._expected} step lines)"
+        if code == -signal.SIGUSR1:  # the run's limit: ranks and scripts are asked for their stacks
+            silence = time.monotonic() - self._spoke
+            return ScriptError(f"the script printed nothing for {silence:.0f} s {where} and was ended")
+        if code == 0:
+            return ScriptError(
+                f"the script ended with exit code 0 {where}; rank 0 must print one JSON object with a 'loss' for each "
+                "of NDBENCH_STEPS steps, other ranks as many or none"
+            )
+        return ScriptError(f"the script ended with {_code(code)} {where}{self._last_words()}", self._failed_at)
+
+    def _last_words(self) -> str:
+        """The exception in the script's error output, or its last lines."""
+        if self._listener is not None:
+            self._listener.join(LAST_WORDS_SECONDS)
+        said = [line for line in list(self._errors) if line.strip()]
+        traced = [index for index, line in enumerate(said) if line.startswith("Traceback ")]
+        ends = [line for line in said[traced[-1] + 1 :] if not line[0].isspace()] if traced else []
+        words = [line.strip() for line in ends[:1] or said[-3:]]
+        return f": {' | '.join(words)}" if words else "; it said nothing about it"
 
     def info(self) -> dict[str, Any]:
         assert self._process is not None, "setup comes first"
@@ -124,6 +208,8 @@ class CommandEngine:
         if self._process is None:
             return
         killed = False
+        if self._stepping:  # what a step raised ends the run: nothing is waited for
+            self._process.kill()
         try:
             self._drain()
             self._process.wait(timeout=CLOSING_SECONDS)
@@ -135,14 +221,28 @@ class CommandEngine:
             with contextlib.suppress(ProcessLookupError):  # its data loaders, say, that it did not end itself
                 os.killpg(self._process.pid, signal.SIGKILL)
             end_descendants(self._others)  # those in a session of their own, which a rank adopts
+        if self._told:
+            return
         if killed:
-            raise RuntimeError(f"the script did not end within {CLOSING_SECONDS:.0f} s of its last step")
+            raise ScriptError(f"the script did not end within {CLOSING_SECONDS:.0f} s of its last step")
         if self._process.returncode == -signal.SIGABRT:
             # torch's gloo threads may abort a script at the interpreter's end, about once in 30 ends of a DDP script on
             # a busy CPU (torch 2.13): the steps are complete, and a gate must not be red for it by chance.
             sys.stderr.write("ndbench: the script aborted (SIGABRT) after its last step; its steps count\n")
+        elif self._process.returncode == -signal.SIGUSR1:
+            silence = time.monotonic() - self._spoke
+            raise ScriptError(f"the script did not end for {silence:.0f} s after its last step and was ended")
         elif self._process.returncode:
-            raise RuntimeError(f"the script ended with exit code {self._process.returncode} after its last step")
+            code = _code(self._process.returncode)
+            raise ScriptError(f"the script ended with {code} after its last step{self._last_words()}", self._failed_at)
+
+
+def _code(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"exit code {code} ({signal.Signals(-code).name})"
+    return f"exit code {code}"
 
 
 def _step_line(line: str) -> dict[str, Any] | None:

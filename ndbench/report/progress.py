@@ -77,6 +77,8 @@ class Progress:
         rate = record["metrics"].get("tokens_per_second", {}).get("value")
         if record["outcome"] == "ok" and rate is not None:
             told = f"{rate:,.0f} tokens/s"
+        elif record["outcome"] == "ok":
+            told = f"{record['metrics']['step_seconds']['value']:.4g} s a step"
         else:
             told = f"{record['outcome']}: {record['reason']}"
         line = f"[{self._done}/{self._total}] {name}  {told}  ({duration(took)})"

@@ -75,7 +75,7 @@ FIELDS: dict[str, Check] = {
             {"rank_medians": nullable(NUMBERS)},
         )
     ),
-    "tokens": nullable(fields({"per_step": INTEGER, "valid": nullable(list_of(nullable(INTEGER)))})),
+    "tokens": nullable(fields({"per_step": nullable(INTEGER), "valid": nullable(list_of(nullable(INTEGER)))})),
     "data_hash": nullable(TEXT),
     "memory": nullable(fields({"allocated": _BYTES, "reserved": _BYTES, "device": _BYTES, "rss": _BYTES})),
     "structure": nullable(holding({"collectives": list_of(_COLLECTIVE)})),

@@ -72,7 +72,9 @@ class CheckpointMeter:
         named = other.config.engine
         engine = load_engine(named.name, named.target, **named.options)
         mesh = build_mesh(other.parallelism, self.device.type)
-        try:
+        from ndbench.run.worker import closing
+
+        with closing(engine):
             engine.setup(other, mesh)
             model, optimizer, parameters = engine.training_state()  # type: ignore[attr-defined]
             checkpoints = Checkpoints(self.folder, mesh)
@@ -81,8 +83,6 @@ class CheckpointMeter:
             self.figures["reshard_seconds"] = self._median(
                 lambda: checkpoints.load(path, model, optimizer, parameters), before=lambda: forget_cached(path)
             )
-        finally:
-            engine.close()
 
     def clean_up(self) -> None:
         """Remove what was written."""

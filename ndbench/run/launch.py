@@ -143,14 +143,23 @@ def _result(
     if watchdog.expired:
         log = tail(task.log_path(0), lines=60)
         reason = f"no {watchdog.waits_for} {watchdog.timeout:g} s; the stack of every rank is in its log"
+        ended = [report for report in reports if report.reason is not None]
+        if ended:
+            first = _cause(ended)
+            reason += f"; rank {first.rank}: {first.reason}"
         return LaunchResult("timeout", reason, reports, log)
     rank, how = _how_it_died(failure)
     failed = [report for report in reports if report.failed_at is not None]
     if not failed or rank not in {report.rank for report in failed}:
         return LaunchResult("failed", f"rank {rank} {how}", reports, tail(task.log_path(rank)))
-    cause = min(failed, key=lambda report: report.failed_at or 0.0)
+    cause = _cause(failed)
     log = tail(task.log_path(cause.rank))
     return LaunchResult(cause.outcome, f"rank {cause.rank}: {cause.reason}", reports, log)
+
+
+def _cause(failed: Sequence[RankReport]) -> RankReport:
+    """The rank that failed first, one that merely lost its peer after every other."""
+    return min(failed, key=lambda report: (report.lost_peer, report.failed_at or 0.0))
 
 
 def _how_it_died(failure: Exception | None) -> tuple[int, str]:

@@ -40,7 +40,8 @@ def build_record(
     outcome, reason = result.outcome, result.reason
     measured: dict[str, Any] = {}
     whole = [report for report in result.reports if report.seconds and report.loss]
-    if len(whole) == cell.world_size:
+    silent = sum(report.silent for report in result.reports)
+    if whole and whole[0].rank == 0 and len(whole) + silent == cell.world_size:
         measured = _measured(cell, whole, throttled, alone)
         if outcome == "ok":
             contradiction = _contradiction(whole, measured) or _unfit(cell, measured)
@@ -74,6 +75,9 @@ def build_record(
     )
 
 
+ONE_VALUE = "it must be the global batch's, averaged over the ranks (all_reduce), or a script's rank 0 prints alone"
+
+
 def _contradiction(reports: list[RankReport], measured: dict[str, Any]) -> str | None:
     """Why these numbers cannot be trusted, or None."""
     first = reports[0]
@@ -87,7 +91,7 @@ def _contradiction(reports: list[RankReport], measured: dict[str, Any]) -> str |
             if mine != theirs and mine is not None and theirs is not None:
                 step = next(i for i, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
                 values = f"{mine[step]!r} and {theirs[step]!r}"
-                return f"ranks 0 and {report.rank} disagree about {name} at step {step}: {values}"
+                return f"ranks 0 and {report.rank} disagree about {name} at step {step}: {values}; {ONE_VALUE}"
     for report in reports:
         for step, (counted, expected) in enumerate(zip(report.tokens or [], report.valid_tokens, strict=False)):
             if counted is not None and counted != expected:
@@ -178,17 +182,18 @@ def _metrics(
 ) -> dict[str, dict[str, Any]]:
     first = reports[0]
     config = cell.config
-    assert first.tokens_per_step is not None, "a whole report has it"
     step_seconds = statistics.median(timed)
-    tokens_per_second = throughput(first.tokens_per_step, timed)
+    tokens_per_second = None if first.tokens_per_step is None else throughput(first.tokens_per_step, timed)
+    per_device = None if tokens_per_second is None else tokens_per_second / cell.world_size
+    no_tokens = None if tokens_per_second is not None else "the script does not print 'tokens' at every step"
     peaks = [value for value in memory["allocated"] if value is not None]
     reserved = [value for value in memory["reserved"] if value is not None]
     tracked = None if structure is None else structure["tracked_peak_bytes"]
     peak: float | None = max(peaks) if peaks else tracked
     no_peak = None if peak is not None else "tracked in the structure step of a cell's first repeat only"
     metrics = {
-        "tokens_per_second": metric(tokens_per_second, "tokens/s", "higher"),
-        "tokens_per_second_per_device": metric(tokens_per_second / cell.world_size, "tokens/s", "higher"),
+        "tokens_per_second": metric(tokens_per_second, "tokens/s", "higher", no_tokens),
+        "tokens_per_second_per_device": metric(per_device, "tokens/s", "higher", no_tokens),
         "step_seconds": metric(step_seconds, "s", "lower"),
         "peak_allocated_bytes": metric(peak, "B", "lower", no_peak),
         "peak_reserved_bytes": metric(

@@ -9,6 +9,9 @@ from typing import Any
 from ndbench.config import Cell, cell_from_dict
 from ndbench.results.store import read_json, write_json
 
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
+"""What gloo, NCCL and the sockets below them say of a rank that is gone."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -101,6 +104,13 @@ class RankReport:
     compile_seconds: float | None = None
     compile_cache: str = "off"
     engine: dict[str, Any] = field(default_factory=dict)
+    silent: bool = False
+    """A script's rank that printed no step: rank 0's lines are the measurement."""
+
+    @property
+    def lost_peer(self) -> bool:
+        """Whether its error is what the end of another rank looks like."""
+        return any(words in (self.reason or "") for words in LOST_PEER)
 
     def save(self, path: Path) -> None:
         write_json(path, asdict(self))

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ from ndbench.training.data import Dataset, build_dataset
 
 FAILURE_GRACE = 0.3
 """Seconds between a rank's error and its end; several of the agent's polling intervals."""
+LOST_PEER_GRACE = 3.0
+"""The same where the error is a lost connection; the rank that is the cause ends the launch sooner."""
 
 
 def run_rank(task_path: str) -> str:
@@ -67,14 +69,18 @@ def rank_main(task_path: str, work: Callable[[Task, int, RankReport], None]) -> 
         traceback.print_exc()
     except Exception as error:
         report.outcome, report.reason = "failed", _one_line(error)
-        traceback.print_exc()
-    report.failed_at = None if report.outcome == "ok" else time.time()
+        report.failed_at = getattr(error, "failed_at", None)
+        if not getattr(error, "in_log", False):  # a script's own words stand at the end of the log
+            traceback.print_exc()
+    if report.outcome != "ok":
+        report.failed_at = report.failed_at or time.time()
     report.save(task.report_path(rank))
     sys.stdout.flush()
     sys.stderr.flush()
     if report.outcome != "ok":
         # A peer that was killed is seen here as a lost connection at once; wait until the agent has seen the cause.
-        time.sleep(FAILURE_GRACE)
+        # A rank that only lost its peer gives the peer time to say why.
+        time.sleep(LOST_PEER_GRACE if report.lost_peer else FAILURE_GRACE)
         # The other ranks wait in a collective for this one; a normal exit would wait for them too.
         os._exit(1)
     return report.outcome
@@ -95,7 +101,7 @@ def measure(task: Task, rank: int, report: RankReport) -> None:
     torch.manual_seed(task.seed)
     compiling.keep_count(cell.config.training.compile)
     engine = load_engine(cell.config.engine.name, cell.config.engine.target, **cell.config.engine.options)
-    try:
+    with closing(engine):
         engine.setup(cell, mesh)
         ours = getattr(engine, "in_process", True)
         report.tokens_per_step = dataset.tokens_per_step
@@ -105,6 +111,9 @@ def measure(task: Task, rank: int, report: RankReport) -> None:
         _timed_steps(task, engine, dataset, mesh, device, report)
         if not ours:
             report.valid_tokens = []  # the data was the script's own
+            report.tokens_per_step = _told_tokens(report.tokens)
+            if getattr(engine, "silent", False):
+                report.silent, report.seconds, report.loss = True, [], []
         if task.structure and ours:
             report.structure = _structure_step(task, engine, dataset, mesh, device)
         if cell.config.measure.yardstick:
@@ -118,13 +127,31 @@ def measure(task: Task, rank: int, report: RankReport) -> None:
             facts = engine.info()
             dumps(facts, "the engine's info()")  # what JSON cannot hold is the engine's error, with its place
             report.engine = facts
-    finally:
-        engine.close()
     if meter is not None:
         meter.reshard()
         meter.clean_up()
         report.checkpoint = meter.figures
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def closing(engine: Engine) -> Iterator[None]:
+    """Close the engine whatever happens; what ``close`` raises after another error goes to the log alone."""
+    try:
+        yield
+    except BaseException:
+        try:
+            engine.close()
+        except Exception as error:
+            sys.stderr.write(f"ndbench: after the error below, close() raised {_one_line(error)}\n")
+        raise
+    engine.close()
+
+
+def _told_tokens(tokens: list[int | None] | None) -> int | None:
+    """Tokens of a step as a script printed them, the mean over its steps; null unless every step has them."""
+    told = [count for count in tokens or [] if count is not None]
+    return round(sum(told) / len(told)) if told and len(told) == len(tokens or []) else None
 
 
 def _yardstick(device: torch.device) -> dict[str, float | None] | None:
