@@ -97,14 +97,14 @@ def row(cell: CellVerdict) -> Row:
         change = f"{speed.change:+.1%}"
         bounds = interval_of(cell, speed)
         interval = f"[{bounds[0]:+.0%}, {bounds[1]:+.0%}]" if bounds is not None else ""
-    if current is None or current.tokens_per_second is None:
+    if current is None or current.step_seconds is None:
         outcome = current.outcome if current is not None and current.outcome != "ok" else "-"
         layout = (current.layout if current is not None else None) or ""
         return Row(cell.name, layout, outcome, "", "", "", "", "", word(cell.verdict))
     return Row(
         cell=cell.name,
         layout=current.layout or "",
-        tokens=figure(current.tokens_per_second),
+        tokens=_speed(current),
         spread=_spread(current),
         change=change,
         interval=interval,
@@ -116,6 +116,13 @@ def row(cell: CellVerdict) -> Row:
 
 def figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _speed(current: Current) -> str:
+    """Tokens/s, or steps/s with the unit where a script does not say how many tokens a step has."""
+    if current.tokens_per_second is not None:
+        return figure(current.tokens_per_second)
+    return f"{figure(1 / current.step_seconds)} steps/s" if current.step_seconds else "-"
 
 
 def _spread(current: Current) -> str:
