@@ -14,6 +14,9 @@ from typing import Any
 
 from ndbench.parallel.config import ParallelismConfig
 
+AD_HOC = "adhoc"
+"""Suite name of a run without ``suite=``."""
+
 
 @dataclass
 class ModelConfig:
@@ -173,7 +176,8 @@ class GateConfig:
     """Relative slowdown below which nothing is called a regression; null means 0.01 on GPU, 0.05 on CPU."""
     alpha: float = 0.01
     resolve: float | None = None
-    """A cell passes when the upper bound of its slowdown is below this; null means 0.03 on GPU, 0.30 on CPU."""
+    """A cell passes when the upper bound of its slowdown is below this; null means 0.03 on GPU; on CPU 0.30 between
+    sessions and 0.08 where two sides take turns."""
     fail_on_inconclusive: bool = False
     confirm: str = "auto"
     """``on`` measures the base again next to suspects, which then decides; ``off`` leaves them as suspects; ``auto`` is

@@ -63,7 +63,7 @@ def reference(head: Record, name: str, baseline: Baseline) -> Reference:
         if group[0]["outcome"] == "ok" and group[0]["fingerprint"]["hardware"] == hardware
     ]
     timed = [(session, group) for session, group in comparable if session.session in level]
-    problem = None if same else _definition_change(everything[-1][1][0], head)
+    problem = None if same else _definition_change(everything[-1][1][0], head, baseline.accepted)
     return Reference(name, same[-MAX_SESSIONS:], timed[-MAX_SESSIONS:], comparable[0] if comparable else None, problem)
 
 
@@ -76,18 +76,19 @@ def _same_definition(a: Record, b: Record) -> bool:
     return (a["cell_id"], a["cell_version"]) == (b["cell_id"], b["cell_version"])
 
 
-def _definition_change(base: Record, head: Record) -> str:
+def _definition_change(base: Record, head: Record, accepted: bool) -> str:
+    advice = "; accept a new baseline" if accepted else ""
     if base["cell_id"] == head["cell_id"]:
         return (
             f"the definition of the measurement changed (cell_version {base['cell_version']} → "
-            f"{head['cell_version']}), so its figures cannot be compared; accept a new baseline"
+            f"{head['cell_version']}), so its figures cannot be compared{advice}"
         )
     changes = [
         change
         for group in IDENTITY_GROUPS
         for change in differences(_flat(group, base["cell"].get(group)), _flat(group, head["cell"].get(group)))
     ]
-    return f"the cell is configured differently now ({shorten(changes) or 'cell_id differs'}); accept a new baseline"
+    return f"the cell is configured differently now ({shorten(changes) or 'cell_id differs'}){advice}"
 
 
 def _flat(prefix: str, value: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from ndbench.compare.statistics import holm, t_quantile, t_tail, variance
+from ndbench.compare.statistics import holm, holm_levels, t_quantile, t_tail, variance
 
 LAUNCH_LOOKS = (10, 20)
 """Pairs of process launches after which the confirm stage decides."""
@@ -116,17 +116,34 @@ def decide(
     p_values = {name: slow for name, (slow, _) in both.items()}
     p_faster = {name: fast for name, (_, fast) in both.items()}
     absent = [1.0] * (total - len(ready))
-    slower = dict(zip(ready, holm([*(p_values[name] for name in ready), *absent], rule.alpha / 2), strict=False))
+    slow = [*(p_values[name] for name in ready), *absent]
+    slower = dict(zip(ready, holm(slow, rule.alpha / 2), strict=False))
+    levels = dict(zip(ready, holm_levels(slow, rule.alpha / 2), strict=False))
     faster = dict(zip(ready, holm([*(p_faster[name] for name in ready), *absent], rule.alpha / 2), strict=False))
     return {
-        name: _decision(ratios, rule, total, p_values[name], slower.get(name, False), faster.get(name, False), last)
+        name: _decision(
+            ratios,
+            rule,
+            total,
+            p_values[name],
+            levels[name] if slower.get(name) else None,
+            faster.get(name, False),
+            last,
+        )
         for name, ratios in pairs.items()
     }
 
 
 def _decision(
-    ratios: Sequence[float], rule: ConfirmRule, total: int, p_value: float, slower: bool, faster: bool, last: int
+    ratios: Sequence[float],
+    rule: ConfirmRule,
+    total: int,
+    p_value: float,
+    slower: float | None,
+    faster: bool,
+    last: int,
 ) -> Decision:
+    """``slower``: the level at which Holm found it slower, null when it did not."""
     count = len(ratios)
     effect = fmean(ratios) if count else 0.0
     error = math.sqrt(variance(ratios) / count) if count > 1 else math.inf
@@ -141,8 +158,9 @@ def _decision(
     size += f", {count} pair{'s' * (count != 1)}"
     least_slow, ended = math.log1p(rule.min_effect), count >= last
     enough: int | None = None
-    if slower and effect >= least_slow:
-        verdict, final, reason = "regressed", True, f"{size}: slower, confirmed (p {p_value:.2g} < {level:.2g})"
+    if slower is not None and effect >= least_slow:
+        verdict, final = "regressed", True
+        reason = f"{size}: slower, confirmed (p {p_value:.2g} ≤ {slower:.2g})"
     elif faster and -effect >= least_slow:
         verdict, final, reason = "improved", True, f"{size}: faster"
     elif count < rule.looks[0]:

@@ -87,7 +87,9 @@ def exit_of(cells: Sequence[CellVerdict], gate: GateConfig, baseline_present: bo
     if not any(verdict in names for verdict in COMPARED):
         return _nothing_compared(names, gate, baseline_present)
     if "inconclusive" in names:
-        return 0, f"nothing regressed; {len(names['inconclusive'])} of {len(cells)} cells are inconclusive"
+        open_ = len(names["inconclusive"])
+        are = "cell is" if len(cells) == 1 else "cells is" if open_ == 1 else "cells are"
+        return 0, f"{open_} of {len(cells)} {are} inconclusive: {_listed(names['inconclusive'])}"
     return 0, "nothing regressed"
 
 

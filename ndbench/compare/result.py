@@ -111,8 +111,8 @@ class Comparison:
     suite: str
     run: str
     mode: str
-    """``gate.mode``; ``ab`` for two sides measured next to each other, of which neither is a run to accept; or
-    ``unfinished``."""
+    """``gate.mode``; ``ab`` for two sides (measured next to each other, or two runs), of which neither is a run to
+    accept; or ``unfinished``."""
     baseline: str | None
     """Where the baseline came from; null when there was none or it was not asked for."""
     sessions: int

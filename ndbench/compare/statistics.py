@@ -126,6 +126,14 @@ def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
     return rejected
 
 
+def holm_levels(p_values: Sequence[float], alpha: float) -> list[float]:
+    """The level that :func:`holm` compares each hypothesis at: ``alpha`` over the number of those not smaller."""
+    levels = [alpha] * len(p_values)
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
+        levels[index] = alpha / (len(p_values) - rank)
+    return levels
+
+
 def minimal_effect(estimate: Estimate, alpha: float, power: float = 0.9) -> float:
     """Smallest log effect that this much spread lets one see with the given power: (t_(1-a) + t_power) * se."""
     return (t_quantile(1 - alpha, estimate.degrees) + t_quantile(power, estimate.degrees)) * estimate.standard_error

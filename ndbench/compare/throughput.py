@@ -27,6 +27,8 @@ from ndbench.compare.statistics import (
 from ndbench.results.schema import Record
 
 PASS_CONFIDENCE = 0.95
+COARSE_FACTOR = 2.0
+"""Where too few sessions give no interval: a step this many times longer in every launch is no session drift."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -69,6 +71,10 @@ class Timing:
     metric: str = "tokens_per_second"
     quantity: str = "step time"
     """What the times are times of, in a sentence."""
+    same_hardware: bool = False
+    """Known to be: without it a factor may be that of two machines."""
+    accepted: bool = True
+    """Whether the sessions are a baseline's, so that more can be accepted."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +86,33 @@ class _Judged:
     """With sessions expected to differ as on this kind of device: for a regression. Null when none can be called."""
 
 
-def timing_of(head: Sequence[Record], sessions: Sequence[Sequence[Record]], rule: GateRule) -> Timing:
+def timing_of(
+    head: Sequence[Record], sessions: Sequence[Sequence[Record]], rule: GateRule, accepted: bool = True
+) -> Timing:
+    """Step times of one cell, all from the same hardware."""
     return Timing(
         [log_step_time(record) for record in head],
         [[log_step_time(record) for record in session] for session in sessions],
         rule,
+        same_hardware=True,
+        accepted=accepted,
     )
+
+
+def coarse(timing: Timing) -> int:
+    """+1 where every launch of the head is slower than every one of the baseline by more than :data:`COARSE_FACTOR`, -1
+    where every one is faster by as much, else 0.
+
+    Asked only where sessions are too few for an interval, on the same hardware, of at least three launches a side.
+    """
+    base = [value for session in timing.sessions for value in session]
+    few_launches = min(len(timing.head), len(base)) < MIN_REPEATS
+    if not timing.same_hardware or few_launches or len(timing.sessions) >= MIN_SESSIONS:
+        return 0
+    least = math.log(COARSE_FACTOR)
+    if min(timing.head) - max(base) > least:
+        return 1
+    return -1 if min(base) - max(timing.head) > least else 0
 
 
 def judge(timings: Mapping[Key, Timing]) -> dict[Key, MetricVerdict]:
@@ -120,11 +147,19 @@ def _verdict(judged: _Judged, slower: bool, faster: bool, alpha: float) -> Metri
     size = f"{timing.quantity} {_sentence(slowdown, low, high, len(timing.head), timing.sessions)}"
     least = None if judged.cautious is None else math.expm1(minimal_effect(judged.cautious, alpha))
     bound = None if estimate is None else math.expm1(estimate.bound(PASS_CONFIDENCE))
+    apart = coarse(timing)
 
     if slower and slowdown >= rule.min_effect:
         verdict, reason = "regressed", f"{size}; noise does this in under {rule.alpha:.0%} of suites"
     elif faster and math.expm1(-effect) >= rule.min_effect:
         verdict, reason = "improved", size
+    elif apart:
+        verdict = "regressed" if apart > 0 else "improved"
+        word = "slower" if apart > 0 else "faster"
+        reason = (
+            f"{size}; every launch is {word} than every one before by more than a factor of {COARSE_FACTOR:g}, "
+            "which no difference between sessions explains"
+        )
     elif len(timing.head) < MIN_REPEATS:
         verdict = "inconclusive"
         reason = f"{size}; a verdict needs at least {MIN_REPEATS} repeats, there are {len(timing.head)}"
@@ -165,6 +200,8 @@ def _sentence(slowdown: float, low: float | None, high: float | None, repeats: i
 
 def _what_it_takes(judged: _Judged, least: float | None) -> str:
     if least is None:
+        if not judged.timing.accepted:
+            return "suspected slower, but two runs do not tell how sessions differ: ndbench ab measures both in turns"
         lacking = MIN_SESSIONS - len(judged.timing.sessions)
         return (
             f"suspected slower, but a regression needs {MIN_SESSIONS} baseline sessions to know how sessions differ: "
@@ -184,5 +221,6 @@ def _how_to_pass(judged: _Judged, bound: float | None) -> str:
     assert judged.measured is not None
     enough = repeats_to_pass(timing.head, timing.sessions, judged.measured.effect, math.log1p(rule.resolve))
     if enough is None:
-        return f"{said}; more repeats would not settle it, a quieter machine or more baseline sessions would"
+        what = "a quieter machine" + (" or more baseline sessions" if timing.accepted else "")
+        return f"{said}; more repeats would not settle it, {what} would"
     return f"{said}; measure.repeats={enough} would settle it if launches keep differing as they do"

@@ -7,7 +7,7 @@ Outcomes are compared before metrics; every metric by its own rule (``throughput
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -19,7 +19,7 @@ from ndbench.compare.notes import notes_on
 from ndbench.compare.outcomes import cell_outcome, judge_outcome
 from ndbench.compare.result import Against, CellVerdict, Comparison, MetricVerdict, worst
 from ndbench.compare.summary import summarise
-from ndbench.config import GateConfig
+from ndbench.config import AD_HOC, GateConfig
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline
 
@@ -43,7 +43,8 @@ def compare(
 
     ``plan_cells`` are ``{"name", "cell_id"}`` of every cell that was to run; ``unselected``, ``skipped`` and
     ``excluded`` (with ``name`` and ``reason``) are known to the suite but were not to run, so they are not missing
-    unless the suite itself now excludes them. ``baseline`` of null (or without sessions) means there is none.
+    unless the suite itself now excludes them. Runs without a suite share one baseline, of which none has to have all.
+    ``baseline`` of null (or without sessions) means there is none.
     ``confirmed`` holds, by cell, what pairs measured next to each other say: it stands in place of the speed that is
     told from stored repeats.
     """
@@ -71,7 +72,7 @@ def compare(
         for draft in drafts
     ]
     away = {str(cell["name"]) for cell in (*unselected, *skipped)}
-    if stored is not None:
+    if stored is not None and suite != AD_HOC:
         cells += _missing(stored, cells, set(by_cell) | away, excluded)
     return conclude(cells, suite=suite, run=run, gate=gate, baseline=baseline, skipped=skipped, now=now)
 
@@ -118,7 +119,7 @@ def _draft(
     decided = judge_outcome(outcome, records, found.latest)
     if decided is not None:
         return _Draft(name, cell_id, records, found, [decided])
-    return _with_metrics(name, cell_id, records, found, gate)
+    return _with_metrics(name, cell_id, records, found, gate, baseline.accepted)
 
 
 def _lone_curve(records: Sequence[Record]) -> MetricVerdict | None:
@@ -130,7 +131,9 @@ def _lone_curve(records: Sequence[Record]) -> MetricVerdict | None:
     return None
 
 
-def _with_metrics(name: str, cell_id: str, records: list[Record], found: Reference, gate: GateConfig) -> _Draft:
+def _with_metrics(
+    name: str, cell_id: str, records: list[Record], found: Reference, gate: GateConfig, accepted: bool
+) -> _Draft:
     accelerator = is_accelerator(records[0])
     alike = curves.best_reference(records[0], [group for _, group in found.sessions])
     metrics = [
@@ -151,8 +154,8 @@ def _with_metrics(name: str, cell_id: str, records: list[Record], found: Referen
         timed = [group for _, group in found.timed]
         rule = throughput.gate_rule(accelerator, gate.min_effect, gate.resolve, gate.alpha)
         timings = (
-            throughput.timing_of(records, timed, rule),
-            *checkpoints.timings(records, timed, gate).values(),
+            throughput.timing_of(records, timed, rule, accepted),
+            *(replace(t, accepted=accepted) for t in checkpoints.timings(records, timed, gate).values()),
         )
         metrics += checkpoints.one_sided(records, timed)
     else:

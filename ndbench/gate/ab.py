@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,7 +28,7 @@ from ndbench.report.annotations import annotate
 from ndbench.report.console import print_comparison
 from ndbench.report.markdown import append_step_summary, render
 from ndbench.report.progress import duration
-from ndbench.results.sessions import Baseline, baseline_of_run
+from ndbench.results.sessions import baseline_of_run
 from ndbench.results.store import RunFolder, write_json, write_text
 from ndbench.run.plan import Plan, new_run_name
 from ndbench.run.start import ask_engines
@@ -56,7 +57,6 @@ def run_ab(
         folder = ab_folder(matrices[1].config.results.dir)
         folders = [side_folder(folder, side.label, matrix) for side, matrix in zip(sides, matrices, strict=True)]
         config = matrices[1].config
-        config = matrices[1].config
         _announce(cells, sides, console)
         processes = [
             stack.enter_context(SideProcess(side, folder.name, where))
@@ -75,7 +75,11 @@ def run_ab(
         )
         confirmed = confirm(bench, cells, config.gate, say=lambda line: _say(console, line))
     comparison = decide_ab(folders, sides, confirmed, matrices[1])
-    return _finish(folder, comparison, confirmed, sides, console)
+    more = [*(["--setup", setup] if setup else []), *(["--config-dir", str(config_dir)] if config_dir else [])]
+    again = shlex.join(
+        ["ndbench", "ab", *words, "--base", base, "--head", head, *more, *(["--multirun"] if sweep else [])]
+    )
+    return _finish(folder, comparison, confirmed, sides, again, console)
 
 
 def pair_cells(base: Matrix, head: Matrix) -> dict[str, tuple[Cell, Cell]]:
@@ -135,7 +139,7 @@ def decide_ab(folders: Sequence[RunFolder], sides: Sequence[Side], confirmed: Co
     source = f"{sides[0].ref}{f' ({sides[0].commit[:12]})' if sides[0].commit else ''}, measured next to it"
     comparison = compare(
         head,
-        Baseline(source, stored.sessions) if stored is not None else None,
+        dataclasses.replace(stored, source=source) if stored is not None else None,
         [cell.to_dict() | {"cell_id": cell.cell_id} for cell in matrix.cells if cell.name in names],
         matrix.config.gate,
         suite=matrix.suite,
@@ -172,10 +176,17 @@ def _say(console: Console, line: str) -> None:
     console.print(Text(line), soft_wrap=True)
 
 
-def _finish(folder: Path, comparison: Comparison, confirmed: Confirmed, sides: Sequence[Side], console: Console) -> int:
-    print_comparison(comparison, console=console)
+def _finish(
+    folder: Path,
+    comparison: Comparison,
+    confirmed: Confirmed,
+    sides: Sequence[Side],
+    again: str,
+    console: Console,
+) -> int:
+    print_comparison(comparison, again=again, console=console)
     _say(console, f"both sides' records, pairs.json, verdict.json: {folder}")
-    summary = render(comparison)
+    summary = render(comparison, again=again)
     write_text(folder / "summary.md", summary)
     step_summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if step_summary:

@@ -33,7 +33,7 @@ def compare_with_file(
         if name in seconds:
             rule = gate_rule(is_accelerator(group[0]), gate.min_effect, gate.resolve, gate.alpha)
             base = [math.log(value) for value in seconds[name]]
-            timings[name] = Timing([log_step_time(record) for record in group], [base], rule)
+            timings[name] = Timing([log_step_time(record) for record in group], [base], rule, accepted=False)
     found = judge(timings)
     for name in sorted(set(seconds) - set(by_cell)):
         found[name] = MetricVerdict("outcome", "missing", "the file has this benchmark and the run does not")

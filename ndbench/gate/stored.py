@@ -75,7 +75,8 @@ def compare_two(
 ) -> Comparison:
     """The verdict on run B with run A as its only baseline session."""
     a, b = (run if isinstance(run, RunFolder) else find_run(run, results_dir) for run in (run_a, run_b))
-    return compare_run(b, baseline_of_run(a), gate)
+    comparison = compare_run(b, baseline_of_run(a), gate)
+    return comparison if comparison.mode == "off" else dataclasses.replace(comparison, mode="ab")
 
 
 def accept_run(

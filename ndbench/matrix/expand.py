@@ -14,16 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ndbench.config import Cell, Config
+from ndbench.config import AD_HOC, Cell, Config
 from ndbench.matrix.compose import Composer
 from ndbench.matrix.overrides import Request, choose, parse_overrides
 from ndbench.matrix.points import Point, PointMaker
 from ndbench.matrix.resolve import crossing
 from ndbench.matrix.sources import GROUPS, find_sources
 from ndbench.matrix.suite import SuiteConfig
-
-AD_HOC = "adhoc"
-"""Suite name of a run without ``suite=``."""
 
 
 @dataclass

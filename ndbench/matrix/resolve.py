@@ -149,8 +149,6 @@ def fill(config: Config, given: set[str]) -> list[str]:
         config.measure.repeats = 5 if gpu else 3
     if config.gate.min_effect is None:
         config.gate.min_effect = 0.01 if gpu else 0.05
-    if config.gate.resolve is None:
-        config.gate.resolve = 0.03 if gpu else 0.30
     if config.launcher.omp_num_threads is None:
         config.launcher.omp_num_threads = max(1, fingerprint.usable_cpus() // world_size)
     try:

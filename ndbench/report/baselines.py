@@ -139,7 +139,8 @@ def print_accepted(accepted: Accepted, console: Console) -> None:
         _say(console, f"retired, no longer expected: {', '.join(accepted.retired)}")
     for name, why in accepted.refused.items():
         _say(console, f"not accepted: {name}: {why}", "bold red")
-    _say(console, f"session: {accepted.folder}")
+    held = accepted.cells or accepted.already or accepted.retired
+    _say(console, f"session: {accepted.folder}" if held else "nothing was accepted: the baseline is as it was")
 
 
 def print_pruned(removed: Sequence[str], folder: Path, console: Console) -> None:

@@ -68,11 +68,13 @@ def print_comparison(
     baseline: Baseline | None = None,
     remarks: Sequence[str] = (),
     draw: bool = False,
+    again: str | None = None,
     console: Console | None = None,
 ) -> None:
     """Print the whole report. ``plan`` is the run's ``plan.json`` (for what did not run, and the command lines).
 
-    ``baseline`` tells since when; ``draw`` adds the drawings of the ``records``.
+    ``baseline`` tells since when; ``draw`` adds the drawings of the ``records``; ``again`` is the command to
+    repeat where it is not the plan's.
     """
     from rich.console import Console
 
@@ -85,7 +87,7 @@ def print_comparison(
         _Line(facts.brief_exit_line(comparison)),
         _Line(facts.baseline_line(comparison)),
     ]
-    found = page_facts.findings(measured, comparison, plan, baseline)
+    found = page_facts.findings(measured, comparison, plan, baseline, again)
     answers, answered = _answers(found, console.width, SCREEN - _count(head, console.width))
     for line in [*head, *answers]:
         _print(console, line)
@@ -98,7 +100,7 @@ def print_comparison(
             legend = facts.few_line(comparison)
             if legend is not None:
                 _print(console, _Line(legend, "dim"))
-        _explain(console, comparison, plan, run_folder, answered)
+        _explain(console, comparison, plan, run_folder, answered, again)
         if draw:
             _draw(console, comparison, measured, plan, baseline)
         for text in ranking.layouts(comparison, plan) if not draw else ():
@@ -223,7 +225,12 @@ def _draw(console: Console, comparison: Comparison, measured: Sequence[Measured]
 
 
 def _explain(
-    console: Console, comparison: Comparison, plan: Plan | None, run_folder: str | Path | None, answered: set[str]
+    console: Console,
+    comparison: Comparison,
+    plan: Plan | None,
+    run_folder: str | Path | None,
+    answered: set[str],
+    command: str | None = None,
 ) -> None:
     """The reasons of every cell that is not a plain pass. The commands of the ``answered`` ones stand above already."""
     cells = facts.to_explain(comparison)
@@ -236,7 +243,7 @@ def _explain(
         if current is not None and current.log_tail and cell.verdict in ("invalid", "regressed"):
             for text in facts.tail(current.log_tail, LOG_LINES):
                 _print(console, _Line(f"| {text}", "dim", 2, wrap=False))
-        again = facts.reproduce_command(plan, cell.name)
+        again = command or facts.reproduce_command(plan, cell.name)
         if again is not None and cell.verdict in ("regressed", "invalid") and cell.name not in answered:
             _print(console, _Line(f"measure it again: {again}", indent=2, wrap=False))
         accept = facts.deliberate_command(comparison, cell, run_folder)

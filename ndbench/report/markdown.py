@@ -56,17 +56,20 @@ def render(
     run_folder: str | Path | None = None,
     records: Sequence[Record] = (),
     baseline: Baseline | None = None,
+    again: str | None = None,
     limit: int = DEFAULT_LIMIT,
 ) -> str:
     """The whole report in at most ``limit`` bytes: cells that do not fit are counted, the least severe first.
 
-    ``records`` and ``baseline`` tell since when a cell is as it is.
+    ``records`` and ``baseline`` tell since when a cell is as it is; ``again`` is the command to repeat where it is not
+    the plan's.
     """
     cells = facts.by_severity(comparison.cells)
     measured = page_facts.measured_cells(records, comparison, plan)
     since = {found.cell: found.since for found in page_facts.findings(measured, comparison, plan, baseline)}
     blocks = [
-        _reasons(comparison, cell, plan, run_folder, since.get(cell.name)) for cell in facts.to_explain(comparison)
+        _reasons(comparison, cell, again or facts.reproduce_command(plan, cell.name), run_folder, since.get(cell.name))
+        for cell in facts.to_explain(comparison)
     ]
     shown, explained = len(cells), len(blocks)
     while True:
@@ -149,13 +152,12 @@ def _fold(title: str, body: str) -> str:
 
 
 def _reasons(
-    comparison: Comparison, cell: CellVerdict, plan: Plan | None, run_folder: str | Path | None, since: str | None
+    comparison: Comparison, cell: CellVerdict, again: str | None, run_folder: str | Path | None, since: str | None
 ) -> str:
     lines = [f"**{escape(cell.name)}**: {facts.word(cell.verdict)}", ""]
     lines += [f"- {escape(sentence)}" for sentence in facts.sentences(cell)]
     if since is not None:
         lines.append(f"- since: {escape(since)}")
-    again = facts.reproduce_command(plan, cell.name)
     if again is not None and cell.verdict in ("regressed", "invalid"):
         lines.append(f"- measure it again: {code(again)}")
     accept = facts.deliberate_command(comparison, cell, run_folder)

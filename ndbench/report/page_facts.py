@@ -199,9 +199,14 @@ def commands(
 
 
 def findings(
-    measured: Sequence[Measured], comparison: Comparison, plan: Plan | None, baseline: Baseline | None
+    measured: Sequence[Measured],
+    comparison: Comparison,
+    plan: Plan | None,
+    baseline: Baseline | None,
+    again: str | None = None,
 ) -> list[Finding]:
-    """The cells that make the gate fail, most severe first. ``measured`` is what :func:`measured_cells` gave."""
+    """The cells that make the gate fail, most severe first. ``measured`` is what :func:`measured_cells` gave; ``again``
+    the command that made the comparison, where it is not the plan's."""
     verdicts = {cell.name: cell for cell in comparison.cells}
     found = []
     for index, own in enumerate(measured):
@@ -216,11 +221,16 @@ def findings(
                     verdict=facts.word(cell.verdict),
                     what=[facts.clipped(_what(metric)) for metric in bad] or [facts.word(cell.verdict)],
                     surely="; ".join(dict.fromkeys(sure)) or "exact: no statistics",
-                    since=_since(own, cell, baseline) or "no earlier session",
-                    again=facts.reproduce_command(plan, cell.name),
+                    since=_other_side(comparison) or _since(own, cell, baseline) or "no earlier session",
+                    again=again or facts.reproduce_command(plan, cell.name),
                 )
             )
     return found
+
+
+def _other_side(comparison: Comparison) -> str:
+    """What two sides have in place of a history."""
+    return f"against {comparison.baseline}" if comparison.mode == "ab" and comparison.baseline else ""
 
 
 def _what(metric: MetricVerdict) -> str:
@@ -234,7 +244,7 @@ def _what(metric: MetricVerdict) -> str:
 
 
 def _surely(metric: MetricVerdict, cell: CellVerdict) -> str:
-    if metric.metric == "tokens_per_second":
+    if metric.metric in ("tokens_per_second", "cpu_seconds_per_step"):
         parts = []
         bounds = interval_of(cell, metric)
         if bounds is not None:

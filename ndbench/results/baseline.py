@@ -36,7 +36,7 @@ class Accepted:
     """What :func:`accept` did."""
 
     folder: Path
-    """The session's folder."""
+    """The session's folder; when every cell was held back, where it would be."""
     cells: list[str]
     """Cells that are in the session now because of this call."""
     refused: dict[str, str] = field(default_factory=dict)
@@ -91,7 +91,7 @@ def accept(
     the run with this baseline; without them, from the run's own ``verdict.json``. A regressed cell, or a missing one
     (which is then retired), is only taken when ``cells`` names it in full or ``force`` is set.
 
-    Raises ``ValueError`` when the reason is empty, no cell matches, or nothing could be taken.
+    Raises ``ValueError`` when the reason is empty, no cell matches, or no selected cell ran well enough to be taken.
     """
     if not reason.strip():
         raise ValueError("a reason is needed: say why this run is the reference now (--reason '...')")
@@ -121,14 +121,17 @@ def accept(
             refused[name] = f"regressed against the baseline; to accept it on purpose: --cells {name} --reason '...'"
         else:
             taken[name] = by_cell[name]
+    target = target_folder(records, how)
+    session = check_name(records[0]["session"], "session")
     if not taken and not retired:
+        if any(why.startswith("regressed") for why in refused.values()):
+            return Accepted(target / session, [], refused)
         listed = "; ".join(f"{name}: {why}" for name, why in refused.items()) or "no cell was selected"
         raise ValueError(f"nothing of {run.path} was accepted: {listed}")
 
-    target = target_folder(records, how)
     head = {
         "schema_version": SCHEMA_VERSION,
-        "session": check_name(records[0]["session"], "session"),
+        "session": session,
         "run": records[0]["run"],
         "suite": records[0]["suite"],
         "accepted": (how.get("now") or datetime.now(UTC)).isoformat(timespec="milliseconds"),
@@ -142,7 +145,7 @@ def accept(
     }
     already = add_cells(target, head, taken)
     return Accepted(
-        folder=target / head["session"],
+        folder=target / session,
         cells=[name for name in sorted(taken) if name not in already],
         refused=refused,
         restarted=head["restarted"],

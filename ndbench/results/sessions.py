@@ -59,6 +59,8 @@ class Baseline:
 
     source: str
     sessions: list[Session] = field(default_factory=list)
+    accepted: bool = True
+    """False for a run that stands in for a baseline: nothing can be accepted into it."""
 
     @functools.cached_property
     def cells(self) -> dict[str, str]:
@@ -289,7 +291,7 @@ def baseline_of_run(run: RunFolder, records: list[Record] | None = None) -> Base
         dirty=first["code"]["dirty"],
         cells=by_cell,
     )
-    return Baseline(f"run {name}", [session])
+    return Baseline(f"run {name}", [session], accepted=False)
 
 
 def _aware(moment: str) -> str:

@@ -13,6 +13,7 @@ from ndbench.compare.confirm import (
     pairs_to_settle,
     suspects,
 )
+from ndbench.compare.statistics import holm_levels
 
 RULE = ConfirmRule(min_effect=0.01, resolve=0.03)
 
@@ -122,3 +123,13 @@ def test_the_pairs_that_would_settle_it_are_the_least_that_would(effect: float) 
     assert enough is not None
     assert least(enough) <= effect
     assert enough == 11 or least(enough - 1) > effect
+
+
+def test_the_level_said_is_the_one_that_holm_compared_with() -> None:
+    rng = random.Random(1)
+    pairs = {name: [rng.gauss(size, 0.01) for _ in range(10)] for name, size in {"a": 0.1, "b": 0.014}.items()}
+    made = decide(pairs, RULE)
+    assert [made[name].verdict for name in "ab"] == ["regressed", "regressed"]
+    assert made["a"].reason.endswith("≤ 0.0025)")
+    assert made["b"].reason.endswith("≤ 0.005)")
+    assert holm_levels([0.3, 0.001, 0.02], 0.03) == pytest.approx([0.03, 0.01, 0.015])

@@ -176,3 +176,35 @@ def test_the_gate_settings_of_the_run_are_used() -> None:
     assert only(decide(slow, baseline_of(*sessions))).verdict == "regressed"
     lenient = decide(slow, baseline_of(*sessions), gate=GateConfig(min_effect=0.6, resolve=2.0))
     assert only(lenient).verdict == "pass"
+
+
+def launches(*seconds: float) -> list[float]:
+    return [math.log(value) for value in seconds]
+
+
+def apart(head: list[float], sessions: list[list[float]], **fields: bool) -> MetricVerdict:
+    return judge({"cell": Timing(head, sessions, CPU, **({"same_hardware": True} | fields))})["cell"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_factor_of_two_between_every_launch_needs_no_third_session(count: int) -> None:
+    base = [launches(0.9, 1.0, 1.1)] * count
+    slower = apart(launches(2.3, 2.4, 2.5), base)
+    assert slower.verdict == "regressed"
+    assert "every launch is slower than every one before by more than a factor of 2" in slower.reason
+    assert apart(launches(0.40, 0.42, 0.44), base).verdict == "improved"
+
+
+def test_one_launch_that_is_not_a_factor_of_two_away_leaves_it_open() -> None:
+    assert apart(launches(2.1, 5.0, 5.0), [launches(0.9, 1.0, 1.1)]).verdict == "inconclusive"
+    assert apart(launches(0.2, 0.2, 0.46), [launches(0.9, 1.0, 1.1)]).verdict != "improved"
+    assert apart(launches(5.0, 5.0), [launches(1.0, 1.0, 1.0)]).verdict == "inconclusive"
+    assert apart(launches(5.0, 5.0, 5.0), [launches(1.0, 1.0)]).verdict == "inconclusive"
+    assert apart(launches(5.0, 5.0, 5.0), [launches(1.0, 1.0, 1.0)], same_hardware=False).verdict == "inconclusive"
+
+
+def test_a_run_against_one_accepted_session_is_red_when_it_is_five_times_slower() -> None:
+    comparison = decide(repeats(seconds=0.5), baseline_of(repeats()))
+    assert (comparison.exit_code, only(comparison).verdict) == (1, "regressed")
+    unsure = decide(repeats(seconds=0.15), baseline_of(repeats()))
+    assert (unsure.exit_code, unsure.exit_reason) == (0, "1 of 1 cell is inconclusive: fsdp8")

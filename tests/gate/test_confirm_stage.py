@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
+import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from ndbench.cli import main
 from ndbench.compare.confirm import minimal_paired_effect
@@ -20,6 +24,9 @@ from ndbench.config import Cell, GateConfig
 from ndbench.gate.confirm import choose_base, confirm_suspects, find_suspects
 from ndbench.gate.loop import Confirmed, confirm, confirm_rule
 from ndbench.gate.pairs import CPU, WALL, Bench, Pair
+from ndbench.matrix.expand import expand
+from ndbench.report.console import print_comparison
+from ndbench.report.markdown import render
 from ndbench.results.store import RunFolder
 from ndbench.run.plan import Plan
 from tests.compare.helpers import baseline_of, decide
@@ -80,6 +87,34 @@ def test_on_a_gpu_ten_and_twenty_pairs_decide_and_one_percent_counts() -> None:
     assert confirm_rule(a_cell(device="cuda"), GateConfig()).min_effect == 0.01
     assert confirm_rule(a_cell(), GateConfig()).resolve == 0.08
     assert confirm_rule(a_cell(), GateConfig(resolve=0.2)).resolve == 0.2
+
+
+@pytest.mark.parametrize(("asked", "resolve"), [([], 0.08), (["gate.resolve=0.2"], 0.2)])
+def test_turns_resolve_eight_percent_from_the_command_line_too(asked: list[str], resolve: float) -> None:
+    matrix = expand(["model=llama_tiny", "hardware=cpu", *asked])
+    assert confirm_rule(matrix.cells[0], matrix.config.gate).resolve == resolve
+    assert confirm_rule(matrix.cells[0], matrix.cells[0].config.gate).resolve == resolve
+
+
+def test_an_a_b_says_its_interval_its_other_side_and_its_command() -> None:
+    found, _ = loop(["fsdp8"], made_up({"fsdp8": 0.2}))
+    cpu_only = {"fsdp8": [metric for metric in found.metrics()["fsdp8"] if metric.metric == CPU]}
+    comparison = decide(repeats(), replace(baseline_of(repeats()), source="git:main"), confirmed=cpu_only)
+    stream = io.StringIO()
+    again = "ndbench ab model=x --base git:main --head here"
+    print_comparison(replace(comparison, mode="ab"), again=again, console=Console(file=stream, width=100))
+    lines = [line.strip() for line in stream.getvalue().splitlines()]
+    assert any(re.fullmatch(r"how surely  95 % interval \+\d.*% to \+\d.*%, p < 0.0001", line) for line in lines), lines
+    assert "since       against git:main" in lines
+    assert f"again       {again}" in lines
+    assert again in render(replace(comparison, mode="ab"), again=again)
+
+
+def test_of_two_configurations_no_baseline_is_to_be_accepted() -> None:
+    other = repeats(cell=a_cell("fsdp8", learning_rate=1.0))
+    found = decide(other, replace(baseline_of(repeats()), accepted=False))
+    assert "accept" not in found.cells[0].reasons[0]
+    assert "accept a new baseline" in decide(other, baseline_of(repeats())).cells[0].reasons[0]
 
 
 def test_the_reported_change_is_that_of_tokens_and_of_cpu_seconds() -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ndbench.config import AD_HOC
 from ndbench.gate.stored import accept_run, compare_run, compare_two
-from ndbench.results.sessions import read_baseline
+from ndbench.report import facts
+from ndbench.results.sessions import baseline_of_run, read_baseline
 from ndbench.results.store import RunFolder, UnreadableFile, write_json
 from tests.records import plan_of, repeats
 
@@ -86,17 +88,41 @@ def test_an_artifact_with_a_stale_verdict_is_judged_against_the_baseline_of_toda
 
 def test_a_suspect_is_accepted_and_said(tmp_path: Path) -> None:
     accept_run(a_run(tmp_path, "r0"), "first", results_dir=tmp_path)
-    done = accept_run(a_run(tmp_path, "r1", 0.3), "second", results_dir=tmp_path)
+    done = accept_run(a_run(tmp_path, "r1", 0.15), "second", results_dir=tmp_path)
     assert (done.cells, done.suspects) == (["ddp8", "fsdp8"], ["fsdp8"])
 
 
 def test_two_runs_are_compared_by_name(tmp_path: Path) -> None:
     a_run(tmp_path, "a")
-    a_run(tmp_path, "b", 0.3)
+    a_run(tmp_path, "b", 0.15)
     comparison = compare_two("a", "b", tmp_path)
     assert comparison.baseline == "run a"
     assert comparison.cell("fsdp8").verdict == "inconclusive"
-    assert "accept 2 more" in comparison.cell("fsdp8").reasons[0]
+    (reason,) = comparison.cell("fsdp8").reasons
+    assert "two runs do not tell how sessions differ" in reason
+    assert "accept" not in reason
+    assert facts.accept_command(comparison) is None
+    assert comparison.exit_reason == "1 of 2 cells is inconclusive: fsdp8"
+
+
+def test_of_two_runs_one_several_times_slower_is_regressed(tmp_path: Path) -> None:
+    a_run(tmp_path, "a")
+    a_run(tmp_path, "b", 0.5)
+    assert compare_two("a", "b", tmp_path).exit_code == 1
+    assert compare_two("b", "a", tmp_path).cell("fsdp8").verdict == "improved"
+
+
+def test_a_run_without_suite_lacks_no_cell_of_the_others(tmp_path: Path) -> None:
+    both, lone = a_run(tmp_path, "both"), a_run(tmp_path, "lone")
+    baseline = baseline_of_run(both)
+    plan = lone.plan
+    for path in lone.records_dir.glob("ddp8*"):
+        path.unlink()
+    plan["cells"] = [cell for cell in plan["cells"] if cell["name"] == "fsdp8"]
+    write_json(lone.plan_path, plan)
+    assert compare_run(lone, baseline).cell("ddp8").verdict == "missing"
+    write_json(lone.plan_path, plan | {"suite": AD_HOC})
+    assert compare_run(lone, baseline).counts == {"pass": 1}
 
 
 def test_a_run_folder_that_lost_its_plan_is_compared_by_its_records(tmp_path: Path) -> None:

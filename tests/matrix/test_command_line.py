@@ -48,7 +48,8 @@ def names(matrix: Matrix) -> list[str]:
         ("model.tp_plan=plan.yaml", "model.tp_plan=plan.yaml is not a mapping or null"),
         ("training.steps", "'training.steps' is not KEY=VALUE"),
         ("~training.steps=3", "keys cannot be deleted"),
-        ("training.steps=1,2", "names several values: sweep over them with -m"),
+        ("training.steps=1,2", "names several values: sweep over them with -m (--multirun)"),
+        ("data.files=a,b", "names several values: write a list as data.files=[a,b]"),
         ("training.steps={", "cannot be read"),
         ("shard=5/4", "shard=5/4 is not K/N"),
         ("shard=half", "shard=half is not K/N"),
@@ -127,9 +128,9 @@ def test_every_default_of_a_cell_is_filled() -> None:
     assert config.parallelism.sizes == {"dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 2}
     assert (config.world_size, config.hardware.device_count) == (8, 8)
     assert (config.training.micro_batch_size, config.model.head_dim) == (4, 8)
-    assert (config.measure.repeats, config.gate.min_effect, config.gate.resolve) == (3, 0.05, 0.30)
+    assert (config.measure.repeats, config.gate.min_effect, config.gate.resolve) == (3, 0.05, None)
     gpu = single("parallelism=hsdp_tp", "hardware=h100_x8").config
-    assert (gpu.measure.repeats, gpu.gate.min_effect, gpu.gate.resolve) == (5, 0.01, 0.03)
+    assert (gpu.measure.repeats, gpu.gate.min_effect, gpu.gate.resolve) == (5, 0.01, None)
 
 
 def test_degrees_that_are_all_given_make_the_world() -> None:
@@ -289,3 +290,14 @@ def test_threads_of_a_rank_are_those_the_container_may_use(monkeypatch: pytest.M
 def test_cells_of_all_sizes_have_one_folder_of_baselines() -> None:
     cells = expand(["world_size=4,16", "parallelism=fsdp"], sweep=True).cells
     assert {cell.config.hardware.device_count for cell in cells} == {8}
+
+
+def test_a_list_is_advised_only_where_it_is_taken() -> None:
+    for override in ("training.precision=fp32,bf16", "model=llama_tiny,qwen3_tiny", "training.steps=1,2"):
+        with pytest.raises(ValueError) as refused:
+            expand([override, "world_size=8"])
+        assert "write a list" not in str(refused.value)
+    (cell,) = expand(["data.files=[a,b]", "world_size=1", "parallelism=single"]).cells
+    assert cell.config.data.files == ["a", "b"]
+    (cell,) = expand(["data.files=corpus", "world_size=1", "parallelism=single"]).cells
+    assert cell.config.data.files == ["corpus"]
