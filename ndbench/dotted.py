@@ -16,6 +16,9 @@ def load(path: str, key: str, kind: str) -> Any:
         raise ValueError(f"{key} '{path}' is not a dotted path (package.module.{kind})")
     try:
         return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        how = "its folder must be on PYTHONPATH, or installed (PYTHONPATH=. for the current folder)"
+        raise ValueError(f"{key} '{path}' cannot be imported: {error}; {how}") from error
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{key} '{path}' cannot be imported: {error}") from error
     except SystemExit as error:

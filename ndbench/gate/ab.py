@@ -20,7 +20,7 @@ from ndbench.compare.verdict import compare
 from ndbench.config import Cell
 from ndbench.gate.loop import Confirmed, confirm, confirm_rule
 from ndbench.gate.pairs import Bench, by_turns
-from ndbench.gate.refs import Side, open_side
+from ndbench.gate.refs import Side, importable, open_side
 from ndbench.gate.sides import SideProcess
 from ndbench.matrix.expand import Matrix, expand
 from ndbench.report import junit
@@ -52,8 +52,9 @@ def run_ab(
         sides = [
             stack.enter_context(open_side(label, ref, setup=setup)) for label, ref in (("base", base), ("head", head))
         ]
-        matrices = [expand([*words, *side.overrides], config_dir, sweep=sweep) for side in sides]
-        cells = pair_cells(*matrices)
+        with importable(sides):
+            matrices = [expand([*words, *side.overrides], config_dir, sweep=sweep) for side in sides]
+            cells = pair_cells(*matrices)
         folder = ab_folder(matrices[1].config.results.dir)
         folders = [side_folder(folder, side.label, matrix) for side, matrix in zip(sides, matrices, strict=True)]
         config = matrices[1].config

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,21 @@ class Side:
         if self.pythonpath:
             environment["PYTHONPATH"] = os.pathsep.join([*map(str, self.pythonpath), *inherited])
         return environment
+
+
+@contextlib.contextmanager
+def importable(sides: Sequence[Side]) -> Iterator[None]:
+    """While the sides' engines are asked here what they refuse: their code is found as it is there, from the current
+    folder first. After all that is installed, so that nothing of this process is hidden."""
+    here = Path.cwd()
+    paths = [here, *([here / "src"] if (here / "src").is_dir() else [])]
+    paths += [path for side in reversed(sides) for path in side.pythonpath]
+    before = list(sys.path)
+    sys.path.extend(str(path) for path in paths if str(path) not in before)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
 
 
 @contextlib.contextmanager

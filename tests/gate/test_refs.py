@@ -7,7 +7,9 @@ import venv
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from ndbench.gate.ab import run_ab
 from ndbench.gate.refs import merge_base, open_side, resolve_commit
 
 
@@ -100,6 +102,24 @@ def test_a_shallow_clone_says_what_to_fetch(repository: Path, tmp_path: Path) ->
 def test_outside_of_a_repository_git_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a git repository"):
         open_side("base", "git:main", cwd=tmp_path).__enter__()
+
+
+def test_the_engine_of_the_repository_one_stands_in_is_found_without_pythonpath(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "src").mkdir()
+    text = "class Loop:\n    def refuse(self, cell):\n        return 'asked: {}'\n"
+    for name, folder in (("refs_flat_loop", tmp_path), ("refs_src_loop", tmp_path / "src")):
+        (folder / f"{name}.py").write_text(text.format(name))
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    for name in ("refs_flat_loop", "refs_src_loop"):
+        words = [f"engine.target={name}.Loop", "world_size=1", "hardware=cpu"]
+        with pytest.raises(ValueError, match=f"asked: {name}"):
+            run_ab(words, "here", "here", console=Console(quiet=True))
+    assert sys.path == before
+    with pytest.raises(ValueError, match=r"No module named 'refs_no_loop'; its folder must be on PYTHONPATH"):
+        run_ab(["engine.target=refs_no_loop.Loop", "hardware=cpu"], "here", "here", console=Console(quiet=True))
 
 
 def test_settings_are_overrides_of_one_side(tmp_path: Path) -> None:
