@@ -117,6 +117,9 @@ def _sharding(found: Findings) -> Sharding:
     """Which of FSDP 2, FSDP 1, DeepSpeed or DDP it is."""
     deepspeed = found.values.get("deepspeed")
     if deepspeed is not None or any(key.startswith("deepspeed.") for key in found.values):
+        for key in found.values:
+            if (key == "fsdp" and found.values[key]) or key.startswith("fsdp_config."):
+                found.lost(key, "deepspeed is given too, and wins: nothing of fsdp is set")
         return _deepspeed(found, deepspeed)
     options = found.values.get("fsdp")
     words = [str(word) for word in options] if isinstance(options, list) else str(options or "").split()

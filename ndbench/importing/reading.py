@@ -5,6 +5,7 @@ Only plain data is built from it (``yaml.safe_load``).
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ MARKS: dict[str, tuple[str, ...]] = {
 }
 """Keys at the top of a file that only one of the tools has."""
 
+ONLY = "only Accelerate and Axolotl files are read, which are YAML"
+
 NAMES = {"accelerate": "Accelerate", "axolotl": "Axolotl"}
 
 
@@ -32,6 +35,8 @@ def read_file(path: Path) -> tuple[str, dict[str, Any], list[str]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if path.suffix == ".toml" or _is_toml(text):
+        raise ValueError(f"{path} is TOML: {ONLY}")
     try:
         content = yaml.safe_load(text)
         twice = list(_twice(yaml.compose(text, yaml.SafeLoader)))
@@ -39,8 +44,15 @@ def read_file(path: Path) -> tuple[str, dict[str, Any], list[str]]:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} is not YAML that can be read: {reason[:200]}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a mapping of keys to values")
+        raise ValueError(f"{path} is not a mapping of keys to values: {ONLY}")
     return tool_of(path, content), flattened(content), twice
+
+
+def _is_toml(text: str) -> bool:
+    try:
+        return bool(tomllib.loads(text))
+    except (ValueError, RecursionError):
+        return False
 
 
 def tool_of(path: Path, content: dict[Any, Any]) -> str:
@@ -52,7 +64,7 @@ def tool_of(path: Path, content: dict[Any, Any]) -> str:
         also = "nor" if count[best] == 0 else "as"
         raise ValueError(
             f"{path} looks like {told} an Accelerate configuration ({', '.join(MARKS['accelerate'][:3])}, …) "
-            f"{also} an Axolotl one ({', '.join(MARKS['axolotl'][:3])}, …)"
+            f"{also} an Axolotl one ({', '.join(MARKS['axolotl'][:3])}, …): {ONLY}"
         )
     return best
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import yaml
 
 from ndbench.config import TrainingConfig
 from ndbench.importing import accelerate, axolotl
+from ndbench.importing.axolotl_training import BENCHMARK_STEPS
 from ndbench.importing.findings import LOST, Finding, Findings, words
 from ndbench.importing.reading import NAMES, read_file
 from ndbench.matrix.sources import GROUPS, SUITE_FOLDERS
@@ -50,6 +51,8 @@ class Imported:
     overrides: tuple[str, ...]
     train_overrides: tuple[str, ...]
     """For ``ndbench train``, which reads more of the file; empty when there is nothing that it alone would take."""
+    train_lacks: tuple[str, ...]
+    """What the file says and those overrides do not, with what to add to them."""
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     missing_model: str | None
@@ -100,11 +103,29 @@ def import_file(path: str | Path, given: Sequence[str] = (), world_size: int | N
         tool=NAMES[tool],
         overrides=(*words(ordered), *given),
         train_overrides=(*words(ordered | training), *given) if training else (),
+        train_lacks=tuple(_lacks(found.values, ordered | training, set(own))) if training else (),
         findings=tuple(sorted(found.found, key=lambda finding: order.get(finding.key, len(order)))),
         notes=tuple(found.notes),
         missing_model=found.missing_model,
         settings=ordered | {key: yaml.safe_load(value) for key, value in own.items()},
     )
+
+
+def _lacks(values: Mapping[str, Any], overrides: Mapping[str, Any], own: set[str]) -> Iterator[str]:
+    """What a training run needs of the file that is not translated: its data and its number of steps."""
+    text = [key for key in ("datasets", "pretraining_dataset") if values.get(key)]
+    text += sorted({key.split(".")[0] for key in values if key.startswith(("datasets.", "pretraining_dataset."))})
+    if text and not any(key == "data" or key.startswith("data.") for key in own):
+        yield (
+            f"{text[0]} is not translated, the line trains on synthetic tokens: add data=dataset "
+            "data.dataset=FOLDER_OR_ID data.tokenizer=FOLDER, or data=text data.files=[FILE,FOLDER]"
+        )
+    if "training.steps" in overrides or "training.steps" in own:
+        return
+    warmup = overrides.get("training.warmup_steps", 0)
+    rising = ", all of them warm-up" if warmup >= BENCHMARK_STEPS else f", {warmup} of them warm-up" if warmup else ""
+    epochs = f"num_epochs ({values['num_epochs']}) is not translated" if values.get("num_epochs") else "no max_steps"
+    yield f"{epochs}, the line takes {BENCHMARK_STEPS} steps{rising}: add training.steps=N"
 
 
 def _place(key: str) -> tuple[int, int]:

@@ -94,6 +94,9 @@ MOST: dict[str, float] = {
 MOST_WHOLE = 2**31 - 1
 """Of every other whole number: a size or a count beyond it is a slip, and would only fail later."""
 
+LISTS = ("data.files",)
+"""Keys of a list that one text alone is a value of, too."""
+
 DURATIONS = ("measure.budget",)
 """Keys whose text is a length of time."""
 
@@ -133,6 +136,11 @@ def type_of(key: str) -> Any:
     return kind
 
 
+def takes_list(key: str) -> bool:
+    """Whether a list is a value of ``key``."""
+    return any(typing.get_origin(member) in (list, tuple) for member in _members(type_of(key)))
+
+
 def _members(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
 
@@ -149,6 +157,8 @@ def _mapping_values(kind: Any) -> Any:
 def typed(key: str, value: Any) -> Any:
     """``value`` as the type of ``key``. Raises ``ValueError`` naming key, value and type when it is not one."""
     kind = type_of(key)
+    if key in LISTS and isinstance(value, str):
+        value = [value]
     if value is False and "off" in VALUES.get(key, ()):
         value = "off"  # YAML reads a bare off as false
     for member in _members(kind):

@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from ndbench.matrix.keys import type_of, typed
+from ndbench.matrix.keys import takes_list, type_of, typed
 from ndbench.matrix.sources import GROUPS, Sources
 
 FREE_TEXT = (
@@ -78,10 +78,12 @@ def parse_overrides(overrides: Sequence[str], sources: Sources, sweep: bool = Fa
             _choose(request, key, override.value(), sources)
             continue
         if not sweep:
+            lists = key not in GROUPS and takes_list(key)
             raise ValueError(
-                f"{text} names several values: sweep over them with -m, or write a list as {key}=[{raw}]"
+                f"{text} names several values: "
+                + (f"write a list as {key}=[{raw}]" if lists else "sweep over them with -m (--multirun)")
                 if override.is_choice_sweep()
-                else f"{text} is a sweep: it needs -m"
+                else f"{text} is a sweep: it needs -m (--multirun)"
             )
         if not override.is_discrete_sweep() or key == "suite":
             raise ValueError(f"{text} cannot be swept over")

@@ -125,13 +125,20 @@ def _speed(current: Current) -> str:
     return f"{figure(1 / current.step_seconds)} steps/s" if current.step_seconds else "-"
 
 
+WIDE = 0.5
+"""Half an interval, relative, from which it is shown by its ends: the interval is one of factors, not of sums."""
+
+
 def _spread(current: Current) -> str:
     """Half the 95 % interval over repeats, relative; ``n=2`` where so few repeats have none worth showing."""
     if few(current):
         return f"n={current.ok_repeats}"
     if current.tokens_low is None or current.tokens_high is None or not current.tokens_per_second:
         return ""
-    return f"±{(current.tokens_high - current.tokens_low) / 2 / current.tokens_per_second:.0%}"
+    half = (current.tokens_high - current.tokens_low) / 2 / current.tokens_per_second
+    if half >= WIDE:  # about as wide as it is high, and not the same to both sides
+        return f"{figure(current.tokens_low)} to {figure(current.tokens_high)}"
+    return f"±{half:.0%}"
 
 
 def few_line(comparison: Comparison) -> str | None:

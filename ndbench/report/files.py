@@ -28,13 +28,15 @@ def write_files(
     records = run.records()
     plan = run.plan if run.plan_path.is_file() else None
     written: list[Path] = []
+    text = None
     if html is not None:
         baseline, remarks = history_of(run, records, comparison, results_dir, source)
         text = page.render(comparison, records, plan=plan, baseline=baseline, run_folder=run.path, remarks=remarks)
-        page.write(html, text)
-        written.append(html)
-    if png is not None:
+    if png is not None:  # before anything is written: it is what may be refused
         written += page.save_pictures(comparison, records, png, plan=plan)
+    if html is not None and text is not None:
+        page.write(html, text)
+        written.insert(0, html)
     return written
 
 

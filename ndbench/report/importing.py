@@ -59,7 +59,9 @@ def _commands(imported: Imported, matrix: Matrix | None, suite: Path | None) -> 
     if matrix is None:
         return [("with the model added, this measures it:", f"{imported.command} model=FOLDER")]
     found = [("measure it:", imported.command)]
-    found += [("train with it:", imported.train_command)] if imported.train_command else []
+    if imported.train_command:
+        comments = [f"# {lack}" for lack in imported.train_lacks]
+        found.append(("train with it:", "\n".join([*comments, imported.train_command])))
     if suite is not None:
         found.append((f"{suite} is written:", f"ndbench suite={suite.stem} --config-dir {suite.parent.parent}"))
     names = [cell.name for cell in matrix.cells]
@@ -79,6 +81,7 @@ def imported_json(imported: Imported, matrix: Matrix | None) -> dict[str, Any]:
         "train_overrides": list(imported.train_overrides),
         "command": imported.command if matrix is not None else None,
         "train_command": imported.train_command or None,
+        "train_lacks": list(imported.train_lacks),
         "model_missing": imported.missing_model,
         "cells": []
         if matrix is None

@@ -42,7 +42,8 @@ def workloads(comparison: Comparison, plan: Plan | None) -> list[Workload]:
     for cell in comparison.cells:
         if cell.current is not None and cell.current.outcome == "ok" and cell.current.tokens_per_second:
             groups.setdefault(_workload(described.get(cell.name)), []).append(cell)
-    return [Workload(_workload_name(key), sorted(group, key=lambda c: -speed_of(c))) for key, group in groups.items()]
+    titles = _titles(list(groups))
+    return [Workload(titles[key], sorted(group, key=lambda c: -speed_of(c))) for key, group in groups.items()]
 
 
 def _workload(cell: Mapping[str, Any] | None) -> str:
@@ -54,9 +55,50 @@ def _workload(cell: Mapping[str, Any] | None) -> str:
     return json.dumps([cell.get("model"), training, cell.get("data"), cell.get("engine_config")], sort_keys=True)
 
 
-def _workload_name(workload: str) -> str:
-    model, training = json.loads(workload)[:2] if workload else ({}, {})
-    return f"{(model or {}).get('name', '?')}, {(training or {}).get('sequence_length', '?')} tokens"
+def _titles(workloads: Sequence[str]) -> dict[str, str]:
+    """Of each workload the model and the tokens, and as much more as tells them all apart."""
+    facts_of = {workload: _facts(workload) for workload in workloads}
+    keys = sorted(
+        {key for found in facts_of.values() for key in found}, key=lambda key: (_NAMED_FIRST.get(key, 9), key)
+    )
+    parts = {
+        workload: (found.get("model.name", "?"), found.get("training.sequence_length", "?"))
+        for workload, found in facts_of.items()
+    }
+    titles = {workload: f"{model}, {tokens} tokens" for workload, (model, tokens) in parts.items()}
+    apart = len(set(titles.values()))
+    for key in keys:
+        if apart == len(workloads):
+            break
+        more = {
+            workload: f"{title}, {_said(key, facts_of[workload].get(key, 'null'))}"
+            for workload, title in titles.items()
+        }
+        if len(set(more.values())) > apart:
+            titles, apart = more, len(set(more.values()))
+    return titles
+
+
+_NAMED_FIRST = {"engine.name": 0, "training.precision": 1, "training.global_batch_size": 2}
+"""What is asked first for a difference, and in which order."""
+
+
+def _facts(workload: str) -> dict[str, str]:
+    """Dotted key -> value of everything that a workload consists of."""
+    sections = zip(("model", "training", "data", "engine"), json.loads(workload) if workload else [], strict=False)
+    found: dict[str, str] = {}
+    left: list[tuple[str, Any]] = list(sections)
+    while left:
+        key, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{key}.{name}", inner) for name, inner in value.items()]
+        else:
+            found[key] = value if isinstance(value, str) else json.dumps(value)
+    return found
+
+
+def _said(key: str, value: str) -> str:
+    return value if key in ("engine.name", "training.precision") else f"{key}={value}"
 
 
 def sentences(ranked: Sequence[CellVerdict]) -> list[str]:

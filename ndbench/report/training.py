@@ -34,6 +34,8 @@ class TrainingView:
         self._old = {hash(line) for line in self._path.read_bytes().splitlines()} if self._path.is_file() else set()
         self._inode, self._offset = (self._path.stat().st_ino, self._path.stat().st_size) if self._old else (0, 0)
         self._last: dict[str, Any] | None = None
+        self._shown: dict[str, Any] | None = None
+        """The line that was printed last."""
         self._here = 0
         self._busy = 0.0
         self._first = 0
@@ -68,6 +70,8 @@ class TrainingView:
             trained_on = max(tokens * (1 - config.evaluation.fraction), 1)
             passes = training.steps * training.global_batch_size * training.sequence_length / trained_on
             self._say(f"data={config.data.name}: {tokens:,} tokens, {documents:,} documents{more}; {passes:.1f} passes")
+        elif config.data.name == "markov":
+            self._say("data=markov: synthetic tokens; your text: data=text data.files=[FILE,FOLDER] or data=dataset")
         if start is not None:
             path, step = start
             self._say(f"going on from {path}, step {step}")
@@ -92,7 +96,7 @@ class TrainingView:
             if now - self._drawn > REFRESH_SECONDS:
                 self._drawn = now
                 self._live.update(Text(self._line(self._last), no_wrap=True, overflow="ellipsis"), refresh=True)
-        elif now - self._printed > PRINT_SECONDS and self._here:
+        elif now - self._printed > PRINT_SECONDS and self._last is not self._shown:
             self._print(self._last)
 
     def note(self, line: str) -> None:
@@ -112,15 +116,18 @@ class TrainingView:
         self._say("ended at once: the newest whole checkpoint is what there is", style="yellow")
         return 128 + number
 
-    def failed(self, outcome: str, reason: str, log_tail: str) -> None:
+    def failed(self, outcome: str, reason: str, log_tail: str, advice: str | None = None) -> None:
+        """``advice``: what to do about it, where more is known than to try again."""
         for line in log_tail.splitlines():
             self._say(f"  | {line}")
         self._say(f"{outcome}: {reason}", style="bold red")
-        if self._cell.config.checkpoint.dir is not None:
+        if advice is not None:
+            self._say(advice)
+        elif self._cell.config.checkpoint.dir is not None:
             self._say("once mended, resume=auto goes on from the newest whole checkpoint")
 
     def ended(self, outcome: dict[str, Any]) -> None:
-        if self._last is not None and self._here and "validation_loss" not in self._last:
+        if self._last is not None and self._last is not self._shown:
             self._print(self._last)
         word = f"stopped by {signal.Signals(outcome['stopped']).name}" if outcome["stopped"] else "done"
         parts = [f"{word} after step {outcome['step']} of {self._cell.config.training.steps}"]
@@ -147,7 +154,7 @@ class TrainingView:
         return [json.loads(line) for line in whole.splitlines() if hash(line) not in self._old]
 
     def _print(self, line: dict[str, Any]) -> None:
-        self._printed = time.monotonic()
+        self._printed, self._shown = time.monotonic(), line
         self._say(self._line(line))
 
     def _line(self, line: dict[str, Any]) -> str:

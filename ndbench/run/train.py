@@ -59,7 +59,7 @@ def train(words: Sequence[str], config_dir: Path | None, console: Console) -> in
         if start is not None and start[1] >= cell.config.training.steps:
             return 0
         write_json(folder / "config.json", cell.to_dict())
-        code = _launch(cell, folder, scratch, view, stack)
+        code = _launch(cell, folder, scratch, view, stack, start[0] if start is not None else None)
         view.tracked(*track_training(folder, cell.config.tracker))
         return code
 
@@ -105,7 +105,8 @@ def output_folder(cell: Cell) -> Path:
     return folder
 
 
-def _launch(cell: Cell, folder: Path, scratch: Path, view: TrainingView, stack: ExitStack) -> int:
+def _launch(cell: Cell, folder: Path, scratch: Path, view: TrainingView, stack: ExitStack, start: Path | None) -> int:
+    """``start``: the checkpoint that is gone on from."""
     from ndbench.run import launch as launching
 
     config = cell.config
@@ -170,11 +171,22 @@ def _launch(cell: Cell, folder: Path, scratch: Path, view: TrainingView, stack: 
     if isinstance(result, BaseException):
         raise result
     if result.outcome != "ok":
-        view.failed(result.outcome, result.reason or "", result.log_tail or "")
+        reason = result.reason or ""
+        view.failed(result.outcome, reason, result.log_tail or "", _instead_of(start, folder, reason))
         return FAILED
     outcome: dict[str, Any] = result.reports[0].engine
     view.ended(outcome)
     return 128 + int(outcome["stopped"]) if outcome["stopped"] else 0
+
+
+def _instead_of(start: Path | None, folder: Path, reason: str) -> str | None:
+    """What to say of other checkpoints where ``start`` could not be read."""
+    from ndbench.run.train_resume import instead, newest_whole
+
+    if start is None or "CheckpointError" not in reason or start.name not in reason:
+        return None
+    whole = newest_whole(folder, start)
+    return "no other checkpoint there is whole" if whole is None else instead(whole)
 
 
 @contextlib.contextmanager

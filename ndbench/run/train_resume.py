@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 from ndbench.config import Config
-from ndbench.parallel.state_huggingface import hf_tensors
+from ndbench.parallel.state_files import CheckpointError, blocks, check_block
+from ndbench.parallel.state_huggingface import WEIGHTS, WEIGHTS_INDEX, hf_tensors
 from ndbench.parallel.state_index import read_index, whole_checkpoints
 from ndbench.training.data import build_split
 
@@ -23,6 +25,9 @@ SHAPE = (
     "target",
 )
 """Fields of a model that its checkpoints depend on."""
+
+VERIFY_SECONDS = 60.0
+"""Of looking for a whole checkpoint where another is damaged."""
 
 
 def start_of(config: Config, folder: Path, prepared: Path) -> tuple[Path, int] | None:
@@ -42,7 +47,12 @@ def start_of(config: Config, folder: Path, prepared: Path) -> tuple[Path, int] |
         path = found[-1][1]
     else:
         path = Path(config.resume).expanduser()
-    progress = read_index(path).rest["progress"]
+    try:
+        progress = read_index(path).rest["progress"]
+    except CheckpointError as error:
+        if (other := newest_whole(folder, path)) is None:
+            raise
+        raise CheckpointError(f"{error}; {instead(other)}") from error
     model, mine = progress["config"]["model"], dataclasses.asdict(config.model)
     differing = [f"{key} {model[key]} there, {mine[key]} here" for key in SHAPE if model[key] != mine[key]]
     if differing:
@@ -51,6 +61,40 @@ def start_of(config: Config, folder: Path, prepared: Path) -> tuple[Path, int] |
     if progress["data"] != train.identity:
         raise ValueError(
             f"{path} was trained on other data: data=, training.sequence_length or evaluation.fraction differ, so that "
-            "its position in them means nothing here"
+            f"its position in them means nothing here; {_weights_alone(path)}"
         )
     return path, int(progress["step"])
+
+
+def newest_whole(folder: Path, damaged: Path) -> Path | None:
+    """The newest checkpoint in ``folder`` but ``damaged`` whose every byte is as it was written; None without one.
+
+    Gives up on reading after ``VERIFY_SECONDS``: one that is right so far is taken then.
+    """
+    until = time.monotonic() + VERIFY_SECONDS
+    for _, path in reversed(whole_checkpoints(folder, damaged=lambda _: None)):
+        if path.resolve() != damaged.resolve() and _is_whole(path, until):
+            return path
+    return None
+
+
+def instead(whole: Path) -> str:
+    return f"the newest whole one is {whole}: go on from it with resume={whole}"
+
+
+def _is_whole(path: Path, until: float) -> bool:
+    try:
+        for name, record in read_index(path).files.items():
+            for block in blocks(record):
+                if time.monotonic() > until:
+                    return True
+                check_block(path / name, record, block)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _weights_alone(path: Path) -> str:
+    if (path / WEIGHTS).is_file() or (path / WEIGHTS_INDEX).is_file():
+        return f"checkpoint.weights={path} in place of resume= begins a new run with its weights"
+    return "checkpoint.weights=FOLDER begins a new run with weights that checkpoint.mode=hf has written"

@@ -6,6 +6,8 @@ given. It knows nothing of sequences, batches or models.
 
 from __future__ import annotations
 
+import codecs
+import glob
 import importlib.util
 import os
 from collections.abc import Iterable, Iterator
@@ -21,6 +23,10 @@ from ndbench.config import DataConfig
 Tokens = npt.NDArray[np.int64]
 NEWLINE, END_OF_DOCUMENT = 10, 0
 """The byte after a document: a newline in a ``stream``, else one that no text holds."""
+
+
+SNIFFED = 8192
+"""Bytes by which a file of a folder is told to be text."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,10 @@ def read_corpus(config: DataConfig, vocab_size: int) -> Corpus:
     lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
     tokens = np.concatenate(pieces)
     if len(tokens) and int(tokens.max()) >= vocab_size:
-        raise ValueError(f"data has token {int(tokens.max())}, model.vocab_size is {vocab_size}")
+        most = int(tokens.max())
+        raise ValueError(
+            f"data has token {most}, model.vocab_size is {vocab_size}: set model.vocab_size={most + 1} or more"
+        )
     return Corpus(tokens, np.cumsum(lengths) - lengths, cut)
 
 
@@ -95,6 +104,53 @@ def source_files(root: Path) -> Iterator[Path]:
             yield Path(entry.path)
 
 
+def text_files(names: Iterable[str]) -> Iterator[Path]:
+    """The files that are named; of a folder its text files, sorted, in all folders below; of a pattern what matches.
+
+    Raises ``ValueError`` for a folder or a pattern without any.
+    """
+    for name in names:
+        path = Path(name).expanduser()
+        pattern = not path.exists() and glob.has_magic(name)
+        found = sorted(glob.glob(str(path), recursive=True)) if pattern else [path]  # noqa: PTH207  may be absolute
+        places = [Path(place) for place in found]
+        count = 0
+        for place in places:
+            for file in _texts_below(place) if place.is_dir() else [place]:
+                count += 1
+                yield file
+        if not count:
+            said = "matches no file" if pattern else "is a folder without text files"
+            raise ValueError(f"data.files: {name} {said}")
+
+
+def _texts_below(folder: Path) -> Iterator[Path]:
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise ValueError(f"data.files: {folder} cannot be read: {error.strerror}") from error
+    for entry in entries:
+        if entry.name.startswith(".") or entry.name == "__pycache__":
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _texts_below(Path(entry.path))
+        elif entry.is_file() and _is_text(Path(entry.path)):
+            yield Path(entry.path)
+
+
+def _is_text(path: Path) -> bool:
+    """By its first bytes: UTF-8 without a zero."""
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(SNIFFED)
+        codecs.getincrementaldecoder("utf-8")().decode(start)
+    except UnicodeDecodeError:
+        return False
+    except OSError as error:
+        raise ValueError(f"data file {path} cannot be read: {error.strerror}") from error
+    return b"\0" not in start
+
+
 def _documents(config: DataConfig) -> Iterator[bytes]:
     if config.name == "dataset":
         yield from _rows(config)
@@ -107,8 +163,8 @@ def _documents(config: DataConfig) -> Iterator[bytes]:
         files = source_files(Path(spec.origin).parent)
     else:
         if not config.files:
-            raise ValueError("data=text needs data.files=[a.txt,b.txt]")
-        files = [Path(name).expanduser() for name in config.files]
+            raise ValueError("data=text needs data.files=[a.txt,FOLDER,'logs/*.txt']")
+        files = text_files(config.files)
     for file in files:
         try:
             yield file.read_bytes()

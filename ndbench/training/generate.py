@@ -6,7 +6,7 @@ The whole window is computed again for each token: simple, right for every model
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,12 @@ def find_checkpoint(path: Path) -> Path:
     return path
 
 
-def generate(path: Path, prompt: str, sampling: Sampling) -> tuple[str, str]:
+def generate(
+    path: Path, prompt: str, sampling: Sampling, say: Callable[[str], None] = lambda _: None
+) -> tuple[str, str]:
     """(prompt, what the model of a checkpoint adds to it). Raises ``ValueError`` for a folder that holds none.
 
+    ``say`` is given the prompt when the model is there, then what is added as it comes.
     Makes a process group of one for its time, so there must be none yet.
     """
     path = find_checkpoint(path)
@@ -82,10 +85,32 @@ def generate(path: Path, prompt: str, sampling: Sampling) -> tuple[str, str]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         model = _load(path, config, device)
-        added = list(sample(model, tokens, config.training.sequence_length, sampling, codec.size, codec.end))
+        say(prompt)
+        drawn = sample(model, tokens, config.training.sequence_length, sampling, codec.size, codec.end)
+        text = spell(drawn, codec, say)
     finally:
         dist.destroy_process_group()
-    return prompt, codec.decode(added)
+    return prompt, text
+
+
+def spell(tokens: Iterable[int], codec: Codec, say: Callable[[str], None]) -> str:
+    """The text of ``tokens``, given to ``say`` as they come; a letter that is half there waits for its other bytes."""
+    known: list[int] = []
+    text, said = "", 0
+    for token in tokens:
+        known.append(token)
+        text = codec.decode(known)
+        whole = len(text.rstrip(HALF))
+        if whole > said:
+            say(text[said:whole])
+            said = whole
+    if text[said:]:
+        say(text[said:])
+    return text
+
+
+HALF = "\ufffd"
+"""What a decoder writes for bytes that are no letter, or not yet."""
 
 
 def sample(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ndbench.arguments import UsageError
+from ndbench.matrix.sources import close_to
 
 KEYS: dict[str, type[int] | type[float]] = {"max_tokens": int, "temperature": float, "top_k": int, "seed": int}
 
@@ -15,14 +16,15 @@ def main(args: argparse.Namespace) -> int:
     checkpoint, prompt, values = _read(args.words)
     from ndbench.training.generate import Sampling, generate
 
-    before, added = generate(checkpoint, prompt, Sampling(**values))
-    print(before + added)
+    generate(checkpoint, prompt, Sampling(**values), say=lambda text: print(text, end="", flush=True))
+    print()
     return 0
 
 
 def _read(words: list[str]) -> tuple[Path, str, dict[str, Any]]:
     places: list[str] = []
     prompt = "\n"
+    known = ["prompt", *KEYS]
     values: dict[str, Any] = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -30,11 +32,12 @@ def _read(words: list[str]) -> tuple[Path, str, dict[str, Any]]:
             prompt = text
         elif equals and key in KEYS:
             values[key] = _number(key, text)
+        elif equals and key.isidentifier() and not Path(word).expanduser().exists():
+            raise UsageError(f"generate: no key '{key}'{close_to(key, known)}; keys: {', '.join(known)}")
         else:
             places.append(word)
     if len(places) != 1:
-        known = ", ".join(["prompt", *KEYS])
-        raise UsageError(f"generate: one CHECKPOINT is needed, there are {len(places)}; keys: {known}")
+        raise UsageError(f"generate: one CHECKPOINT is needed, there are {len(places)}; keys: {', '.join(known)}")
     return Path(places[0]).expanduser(), prompt, values
 
 

@@ -72,6 +72,7 @@ from tests.records import repeats
         (["show", "world_size=1000000"], "world_size=1000000 must be at most 100000"),
         (["show", "model=/nope"], "model=/nope: there is no folder /nope"),
         (["show", "model=./nope"], "there is no folder"),
+        (["generate", "runs", "promt=x"], "generate: no key 'promt' (did you mean prompt?); keys: prompt, max_tokens"),
         (["show", "model=."], "has no config.json"),
         (["show", "model=acme/zebra-3b"], "hf download acme/zebra-3b config.json --local-dir FOLDER"),
     ],

@@ -253,3 +253,14 @@ def test_a_users_file_named_like_a_shipped_one_is_an_error_that_names_both(ndben
         assert result.code == 2
         assert str(mine.resolve()) in result.err
         assert str(Path("conf/model/llama_tiny.yaml")) in result.err
+
+
+def test_what_a_peer_refuses_before_a_run_is_shown_as_not_runnable(ndbench: Command) -> None:
+    pytest.importorskip("accelerate", reason="the extra 'accelerate' is not installed")
+    shown = json.loads(ndbench("show", "suite=peers", "hardware=cpu", "world_size=2", "--json").out)
+    skipped = {cell["name"]: cell["reason"] for cell in shown["skipped"]}
+    names = {cell["name"] for cell in shown["cells"]}
+    assert {"fsdp2-cpu-accelerate", "tp2-cpu-ndbench"} <= names
+    for name in ("tp2-cpu-accelerate", "cp2-cpu-accelerate"):
+        assert name not in names
+        assert skipped[name].startswith("accelerate: ")

@@ -192,3 +192,28 @@ def test_a_local_folder_is_found_beside_the_file(write: Write, tmp_path: Path) -
     (tmp_path / "models/mine").mkdir(parents=True)
     (tmp_path / "models/mine/config.json").write_text(json.dumps(SHAPE))
     assert config_of(import_file(write("base_model: models/mine\nsequence_len: 512\n"))).model.name == "mine"
+
+
+def test_the_training_line_says_what_of_the_file_it_lacks(ndbench: Command, write: Write) -> None:
+    path = write(BASE + "output_dir: out\ndatasets: [{path: x, type: alpaca}]\nnum_epochs: 3\nwarmup_steps: 100\n")
+    data, steps = import_file(path).train_lacks
+    assert "datasets is not translated, the line trains on synthetic tokens: add data=dataset" in data
+    assert "num_epochs (3)" in steps
+    assert "30 steps, all of them warm-up: add training.steps=N" in steps
+    out = ndbench("import", path).out.splitlines()
+    at = out.index("train with it:")
+    assert out[at + 1 : at + 3] == [f"# {data}", f"# {steps}"]
+    assert out[at + 3].startswith("ndbench train ")
+    assert import_file(path, ["training.steps=400", "data=source"]).train_lacks == ()
+    path = write(BASE + "output_dir: out\nmax_steps: 50\n")
+    assert import_file(path).train_lacks == ()
+
+
+def test_fsdp_beside_deepspeed_is_not_carried_over_for_that_reason(write: Write) -> None:
+    text = (
+        "deepspeed: zero3.json\nfsdp: [full_shard]\nfsdp_config: {fsdp_offload_params: true, limit_all_gathers: true}\n"
+    )
+    found = {one.key: one for one in import_file(write(BASE + text)).findings}
+    for key in ("fsdp", "fsdp_config.fsdp_offload_params", "fsdp_config.limit_all_gathers"):
+        assert found[key].status == LOST
+        assert "deepspeed is given too, and wins" in found[key].why

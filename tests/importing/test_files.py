@@ -26,6 +26,7 @@ ACCELERATE = "distributed_type: FSDP\nnum_processes: 8\n"
         ("base_model: !!python/object/apply:os.system ['touch stolen']\n", "is not YAML that can be read"),
         ("a: " + "[" * 5000, "is not YAML that can be read"),
         ("when: 2026-99-99\n", "is not YAML that can be read"),
+        ("[training]\nsteps = 10\n", "is TOML: only Accelerate and Axolotl files are read"),
         ("trainer: mine\n", "neither an Accelerate configuration"),
         ("base_model: x\nnum_processes: 2\n", "as much an Accelerate configuration"),
         (AXOLOTL + "micro_batch_size: two\n", "micro_batch_size is two, expected a whole number of at least 1"),

@@ -127,6 +127,10 @@ def test_without_matplotlib_one_line_names_the_extra(
     error = capsys.readouterr().err.strip()
     assert error == "ndbench: pictures need matplotlib: pip install 'ndbench[png]'"
     assert not (tmp_path / "out").exists()
+    page, text = tmp_path / "page.html", tmp_path / "text.md"
+    all_three = ["--html", str(page), "--png", str(tmp_path / "out"), "--markdown", str(text)]
+    assert main(["report", str(run.path), *all_three]) == 2
+    assert not page.exists(), "what is refused writes nothing"
 
 
 def test_a_run_without_figures_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,6 +161,37 @@ def test_cells_of_different_workloads_are_not_ranked_against_each_other() -> Non
     assert ranking.layouts(decide(head, None), {"cells": plan_of(head)}) == []
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"engine_config": {"name": "accelerate"}}, "accelerate"),
+        ({"training": {"precision": "bf16"}}, "bf16"),
+        ({"data": {"name": "source"}}, "data.name=source"),
+    ],
+)
+def test_workloads_that_are_ranked_apart_have_labels_of_their_own(change: dict[str, Any], said: str) -> None:
+    head = same_model([*repeats("a"), *repeats("b", seconds=0.2), *repeats("c"), *repeats("d", seconds=0.3)])
+    for record in head:
+        if record["cell"]["name"] in "cd":
+            merged = {key: (record["cell"].get(key) or {}) | value for key, value in change.items()}
+            record["cell"] = record["cell"] | merged
+    lines = ranking.layouts(decide(head, None), {"cells": plan_of(head)})
+    labels = {line.partition(": ")[0] for line in lines if ": fastest" in line}
+    assert len(labels) == 2, lines
+    assert sum(label.endswith(f", {said}") for label in labels) == 1, lines
+
+
+def test_an_interval_wider_than_half_its_value_is_shown_by_its_ends() -> None:
+    comparison = decide([a_record(repeat=n, seconds=s) for n, s in enumerate((0.01, 0.1, 1.0))], None)
+    (row,) = facts.rows(comparison)
+    assert "±" not in row.spread
+    low, high = (float(end.replace(",", "")) for end in row.spread.split(" to "))
+    current = comparison.cells[0].current
+    assert current is not None
+    assert low == pytest.approx(current.tokens_low, rel=0.01)
+    assert high == pytest.approx(current.tokens_high, rel=0.01)
+
+
 def test_changed_software_of_passing_cells_is_said_once_with_their_names() -> None:
     head = [*repeats("a"), *repeats("b")]
     comparison = decide(head, baseline_of([*repeats("a", torch="2.11.0"), *repeats("b", torch="2.11.0")]))

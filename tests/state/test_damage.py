@@ -17,8 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from ndbench.config import Config
 from ndbench.parallel.state_files import CheckpointError
 from ndbench.parallel.state_index import INDEX, MARKER, read_index, write_index
+from ndbench.run.train import _instead_of
+from ndbench.run.train_resume import newest_whole, start_of
 from tests.parity.cases import Case, case, layout, llama, training
 from tests.parity.pool import pool
 from tests.state import ranks
@@ -192,3 +195,31 @@ def test_a_plain_folder_is_no_checkpoint(tmp_path: Path) -> None:
         read_index(tmp_path)
     with pytest.raises(CheckpointError, match="is not a folder"):
         read_index(tmp_path / "nothing")
+
+
+def spoil(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    file.write_bytes(data)
+
+
+def test_where_the_newest_is_damaged_the_newest_whole_one_is_named(original: Path, tmp_path: Path) -> None:
+    old, middle, new = (Path(shutil.copytree(original, tmp_path / f"step-0000001{n}")) for n in range(3))
+    for serial, folder in enumerate((old, middle, new)):
+        marker = json.loads((folder / MARKER).read_bytes())
+        (folder / MARKER).write_text(json.dumps(marker | {"serial": serial}))
+    spoil(new / FILES[0])
+    reason = f"rank 0: CheckpointError: {new / FILES[0]} is damaged"
+    said = _instead_of(new, tmp_path, reason)
+    assert said is not None
+    assert said.endswith(f"resume={middle}")
+    assert _instead_of(new, tmp_path, "rank 0: RuntimeError: another") is None
+    spoil(middle / FILES[1])
+    assert newest_whole(tmp_path, new) == old
+    spoil(new / INDEX)
+    config = Config(resume="auto")
+    with pytest.raises(CheckpointError, match=rf"{new.name}/{INDEX} is damaged.*resume={old}$"):
+        start_of(config, tmp_path, tmp_path / "none")
+    spoil(old / INDEX)
+    assert newest_whole(tmp_path, new) is None
+    assert _instead_of(new, tmp_path, reason) == "no other checkpoint there is whole"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ndbench.config import Config, DataConfig
+from ndbench.training.corpus import text_files
 from ndbench.training.data import IGNORED, build_dataset
 from ndbench.training.sources import MarkovSource
 
@@ -109,3 +110,31 @@ def test_a_vocabulary_too_small_for_bytes_is_refused_with_both_numbers() -> None
     made.model.vocab_size = 100
     with pytest.raises(ValueError, match=r"256.*100"):
         build_dataset(made)
+
+
+def test_files_are_named_one_by_one_by_folder_or_by_pattern(tmp_path: Path) -> None:
+    for name, content in {
+        "b.txt": b"b", "a/z.py": b"z", "a/y.md": "né".encode(), "a/pic.png": b"x\0y", "a/old.txt": b"\xe9t\xe9",
+        ".git/c": b"c", "a/__pycache__/d": b"d",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+
+    def found(*names: str) -> list[str]:
+        return [str(path.relative_to(tmp_path)) for path in text_files([str(tmp_path / name) for name in names])]
+
+    assert found("") == ["a/y.md", "a/z.py", "b.txt"]
+    assert found("b.txt", "a") == ["b.txt", "a/y.md", "a/z.py"]
+    assert found("*/*.py", "b.*") == ["a/z.py", "b.txt"]
+    assert found("**/*.py") == ["a/z.py"]
+    (tmp_path / "[x].txt").write_bytes(b"x")
+    assert found("[x].txt") == ["[x].txt"]
+    for name, said in (("none/*", "matches no file"), ("a/__pycache__", ""), (".git", "")):
+        if said:
+            with pytest.raises(ValueError, match=said):
+                found(name)
+        else:
+            assert len(found(name)) == 1, "a folder that is named itself is read"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty is a folder without text files"):
+        found("empty")

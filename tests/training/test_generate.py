@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from ndbench.config import Config, DataConfig
-from ndbench.training.generate import Codec, Sampling, find_checkpoint, sample
+from ndbench.training.generate import Codec, Sampling, find_checkpoint, sample, spell
 
 
 class Counting(torch.nn.Module):
@@ -70,3 +71,19 @@ def test_a_folder_without_a_whole_checkpoint_is_refused_by_name(tmp_path: Path) 
     for place in (tmp_path, tmp_path / "step-00000003", tmp_path / "nowhere"):
         with pytest.raises(ValueError, match=place.name):
             find_checkpoint(place)
+
+
+def test_text_is_given_out_as_it_comes_and_never_half_a_letter() -> None:
+    codec = Codec(Config(data=DataConfig(name="source")))
+    given = []
+    said: list[str] = []
+
+    def tokens() -> Iterator[int]:
+        for token in [*"né🙂".encode(), 0xF0]:
+            yield token
+            given.append(list(said))
+
+    assert spell(tokens(), codec, said.append) == "né🙂\ufffd"
+    assert said == ["n", "é", "🙂", "\ufffd"]
+    assert given[0] == given[1] == ["n"], "before the next token is drawn"
+    assert given[2] == ["n", "é"]

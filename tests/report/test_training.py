@@ -1,0 +1,59 @@
+"""What a training run says while its log grows."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ndbench.config import Cell, Config, TrainingConfig
+from ndbench.report import training
+from ndbench.report.training import TrainingView
+
+
+def view_of(folder: Path, steps: int, **values: Any) -> tuple[TrainingView, io.StringIO]:
+    stream = io.StringIO()
+    config = Config(training=TrainingConfig(steps=steps), world_size=1)
+    return TrainingView(Console(file=stream, width=200), Cell("single", "adhoc", config), folder), stream
+
+
+def grow(folder: Path, step: int, **more: float) -> None:
+    line = {"step": step, "loss": 2.0, "seconds": 1.0, "tokens_per_second": 9.0, "memory_bytes": 2**20, **more}
+    with (folder / "log.jsonl").open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_step_is_printed_once_however_long_it_takes(
+    validated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "PRINT_SECONDS", -1.0)
+    view, stream = view_of(tmp_path, 3)
+    for step in (1, 2, 3):
+        grow(tmp_path, step, **({"validation_loss": 1.5} if validated else {}))
+        for _ in range(3):
+            view.update()
+    view.ended({"stopped": 0, "step": 3, "validation_loss": None, "checkpoint": None})
+    said = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in said[:-1]] == ["1/3", "2/3", "3/3"]
+    assert said[-1].startswith("done after step 3 of 3")
+
+
+def test_a_line_that_was_not_shown_yet_is_shown_at_the_end(tmp_path: Path) -> None:
+    view, stream = view_of(tmp_path, 2)
+    for step in (1, 2):
+        grow(tmp_path, step)
+        view.update()
+    assert stream.getvalue() == ""
+    view.ended({"stopped": 0, "step": 2, "validation_loss": None, "checkpoint": None})
+    assert [line.split()[1] for line in stream.getvalue().splitlines()[:-1]] == ["2/2"]
+
+
+def test_the_header_says_that_tokens_are_synthetic(tmp_path: Path) -> None:
+    view, stream = view_of(tmp_path, 2)
+    view.began(None, None)
+    assert "\ndata=markov: synthetic tokens" in stream.getvalue()
