@@ -97,7 +97,7 @@ def row(cell: CellVerdict) -> Row:
         change = f"{speed.change:+.1%}"
         bounds = interval_of(cell, speed)
         interval = f"[{bounds[0]:+.0%}, {bounds[1]:+.0%}]" if bounds is not None else ""
-    if current is None or current.step_seconds is None:
+    if current is None or current.step_seconds is current.tokens_per_second is None:
         outcome = current.outcome if current is not None and current.outcome != "ok" else "-"
         layout = (current.layout if current is not None else None) or ""
         return Row(cell.name, layout, outcome, "", "", "", "", "", word(cell.verdict))

@@ -41,7 +41,7 @@ from tests.records import repeats
         (["show", "--reason", "x"], "there is no flag --reason"),
         (["compare", "a", "b", "c"], "compare: 3 words given"),
         (["compare", "a"], "no run 'a'"),
-        (["baseline"], "one is needed of accept, list, show, prune"),
+        (["baseline"], "one is needed of accept, list, show, table, prune"),
         (["baseline", "acept", "latest"], "did you mean accept?"),
         (["baseline", "accept"], "RUN is needed"),
         (["baseline", "accept", "latest", "--reason", "x"], "no run 'latest'"),
