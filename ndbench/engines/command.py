@@ -72,7 +72,7 @@ class CommandEngine:
         self._spoke = 0.0
         """``time.monotonic()`` of the start or of the last step's line."""
         self._errors = deque[str](maxlen=200)
-        """Last lines of the script's error output since its last step."""
+        """Last lines of the script's error output. The script may be ahead of its reader: no step clears them."""
         self._failed_at: float | None = None
         self._listener: threading.Thread | None = None
         self._others: list[Any] = []
@@ -136,7 +136,7 @@ class CommandEngine:
             sys.stderr.write(line)
             sys.stderr.flush()
             line = _PREFIX.sub("", line)
-            if line.startswith("Traceback ") and self._failed_at is None:
+            if line.startswith("Traceback "):
                 self._failed_at = time.time()
             self._errors.append(line.rstrip())
 
@@ -154,8 +154,7 @@ class CommandEngine:
                 sys.stderr.write(line)
                 continue
             self._steps += 1
-            self._spoke, self._failed_at, self._stepping = time.monotonic(), None, False
-            self._errors.clear()
+            self._spoke, self._stepping = time.monotonic(), False
             return StepResult(values["loss"], values.get("grad_norm"), values.get("tokens"))
         code = process.wait()
         self._stepping = False

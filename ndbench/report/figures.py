@@ -75,6 +75,8 @@ def workload(cell: Mapping[str, Any], batch: bool = True) -> tuple[str, str]:
     if not batch:
         training.pop("global_batch_size", None)
     key = json.dumps([_of(cell, "model"), training, cell.get("data"), cell.get("engine_config")], sort_keys=True)
+    if (cell.get("engine_config") or {}).get("command"):
+        return key, "a script of its own"  # its model, batch and precision are not in the configuration
     said = [(cell.get("model") or {}).get("name", "?"), f"{training.get('sequence_length', '?')} tokens"]
     if batch and training.get("global_batch_size"):
         said.append(f"batch {training['global_batch_size']}")
