@@ -7,6 +7,7 @@ parent never touches an accelerator.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
 STACKS_WAIT = 2.0
 """Seconds between asking hung ranks for their stacks and killing them."""
+LAST_WAIT = 60.0
+"""Seconds that elastic has for noticing that the ranks were killed; then it is left."""
+SHIELDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+"""What a terminal or a scheduler sends to a whole process group, and the helpers of a launch must outlive."""
 
 
 @dataclass
@@ -71,14 +76,22 @@ def start_fork_server(modules: Sequence[str], start_method: str) -> None:
     """Have the fork server load torch, the engine and ``modules`` once, before the first rank is forked."""
     if start_method != "forkserver":
         return
-    from multiprocessing import forkserver
+    from multiprocessing import forkserver, resource_tracker
 
     multiprocessing.set_forkserver_preload(["ndbench.run.preload", *modules, "ndbench.run.preload_end"])
     # libraries ask whether there is a GPU when they are imported; CUDA's own answer would start it in the server
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # torch reads this once, when its thread pools are made; the worker raises it where there are cores to spare
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    forkserver.ensure_running()
+    # Blocked signals stay blocked in what is started: both helpers ignore them first, then unblock them. The tracker
+    # comes first because Python unblocks some of them again after starting it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def launch(
@@ -99,8 +112,10 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from ndbench.run.elastic import fail_on_early_ends
     from ndbench.run.worker import run_rank
 
+    fail_on_early_ends()
     scratch = task.folder / "elastic"
     config = LaunchConfig(
         min_nodes=1,
@@ -117,7 +132,8 @@ def launch(
     )
     failure: ChildFailedError | None = None
     spared = frozenset(process.pid for process in ranks_of_this_process())
-    with _quiet_elastic(), _own_signal_handlers(), _Watchdog(timeout, spared, progress) as watchdog:
+    watchdog = _Watchdog(timeout, spared, progress)
+    with contextlib.suppress(_Stuck), _quiet_elastic(), _own_signal_handlers(), watchdog:
         try:
             elastic_launch(config, entry or run_rank)(str(task.path))
         except ChildFailedError as error:
@@ -170,6 +186,8 @@ def _how_it_died(failure: Exception | None) -> tuple[int, str]:
     code = first.exitcode
     if code < 0:
         return first.local_rank, f"was killed by {signal.Signals(-code).name}"
+    if code == 0:
+        return first.local_rank, "ended with exit code 0 before its report"
     return first.local_rank, f"ended with exit code {code}"
 
 
@@ -195,6 +213,10 @@ def _is_spawned(process: psutil.Process) -> bool:
         return False
 
 
+class _Stuck(BaseException):
+    """Raised in a launch that goes on although all its ranks were killed; nothing on the way swallows it."""
+
+
 class _Watchdog:
     """Kills the ranks when a launch outlasts its limit, after they have written their Python stacks to their logs.
 
@@ -208,6 +230,7 @@ class _Watchdog:
         self._progress = progress
         self._spared = spared
         self._done = threading.Event()
+        self._launching = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="ndbench-watchdog")
 
     def __enter__(self) -> _Watchdog:
@@ -240,7 +263,11 @@ class _Watchdog:
             with contextlib.suppress(psutil.Error):
                 rank.send_signal(signal.SIGUSR1)
         self._done.wait(STACKS_WAIT)
+        last = time.monotonic() + LAST_WAIT
         while not self._done.is_set():
+            if time.monotonic() > last:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._launching), ctypes.py_object(_Stuck))
+                return
             for rank in ranks_of_this_process(self._spared):
                 with contextlib.suppress(psutil.Error):
                     rank.kill()

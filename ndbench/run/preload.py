@@ -9,6 +9,14 @@ import sys
 import threading
 import warnings
 
+if threading.current_thread() is threading.main_thread():
+    # A scheduler's SIGTERM, and a terminal's Ctrl-C and SIGHUP, go to every process of a job: without their server,
+    # ranks look as if they had died. A rank puts SIGTERM's own meaning back; the others are the parent's to answer.
+    # They were blocked until here.
+    for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(_number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+
 # transformers imports torchao where it is installed, and torchao asks the GPU what it can do: a rank imports it itself.
 # preload_end gives it back.
 sys.modules.setdefault("torchao", None)  # type: ignore[arg-type]
@@ -24,9 +32,3 @@ from ndbench.run.process import adopt_orphans  # noqa: E402
 # What a killed rank had started becomes the fork server's, and so is still found below the run and ended.
 adopt_orphans()
 warnings.filterwarnings("ignore", message="forkserver: waitpid returned unexpected pid")
-
-if threading.current_thread() is threading.main_thread():
-    # A scheduler's SIGTERM, and a terminal's SIGHUP, go to every process of a job: without their server, ranks look as
-    # if they had died. A rank puts SIGTERM's own meaning back; SIGHUP is the parent's to answer.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)

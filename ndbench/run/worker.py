@@ -67,7 +67,7 @@ def rank_main(task_path: str, work: Callable[[Task, int, RankReport], None]) -> 
     except torch.OutOfMemoryError as error:
         report.outcome, report.reason = "oom", str(error).splitlines()[0]
         traceback.print_exc()
-    except Exception as error:
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         report.outcome, report.reason = "failed", _one_line(error)
         report.failed_at = getattr(error, "failed_at", None)
         if not getattr(error, "in_log", False):  # a script's own words stand at the end of the log

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from typing import Any
 
@@ -20,7 +21,12 @@ class SmallEngine:
     """An embedding and a linear layer, gradients summed by hand; ``fault`` says what goes wrong, on which rank."""
 
     def __init__(
-        self, fault: str | None = None, at_step: int = 2, on_rank: int = 1, seconds: float = 0.0, norm_every: int = 1
+        self,
+        fault: str | None = None,
+        at_step: int = 2,
+        on_rank: int | None = 1,
+        seconds: float = 0.0,
+        norm_every: int = 1,
     ) -> None:
         self.fault, self.at_step, self.on_rank, self.seconds = fault, at_step, on_rank, seconds
         self.norm_every = norm_every
@@ -42,7 +48,7 @@ class SmallEngine:
             raise ValueError("the 3 weights do not fit 4 ranks")
 
     def step(self, batch: Batch) -> StepResult:
-        now = self.steps == self.at_step and self.rank == self.on_rank
+        now = self.steps == self.at_step and self.on_rank in (self.rank, None)
         self.steps += 1
         time.sleep(self.seconds)
         if now:
@@ -79,6 +85,12 @@ class SmallEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.fault == "exit":
             os._exit(7)
+        if self.fault == "exit 0":
+            os._exit(0)
+        if self.fault == "sys.exit":
+            sys.exit(0)
+        if self.fault == "interrupt":
+            raise KeyboardInterrupt
         if self.fault == "raise":
             raise RuntimeError("loss scale 0 at step 2")
         if self.fault == "oom":

@@ -107,6 +107,74 @@ def test_every_fault_is_an_outcome_with_its_line(tmp_path: Path, fault: str, out
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("fault", "on_rank", "reason"),
+    [
+        ("exit 0", None, "rank [01] ended with exit code 0 before its report"),
+        ("exit 0", 1, "rank 1 ended with exit code 0 before its report"),
+        ("sys.exit", None, "rank [01]: SystemExit: 0"),
+        ("interrupt", None, "rank [01]: KeyboardInterrupt"),
+    ],
+)
+def test_a_rank_that_ends_as_if_all_were_well_has_failed(
+    tmp_path: Path, fault: str, on_rank: int | None, reason: str
+) -> None:
+    """Elastic waits without end for the return value of a rank that has ended with status 0."""
+    record, _ = run(make_cell(fault=fault, on_rank=on_rank), tmp_path)
+    assert record["outcome"] == "failed", record
+    assert re.fullmatch(reason, record["reason"].rstrip(": ")), record["reason"]
+
+
+@pytest.mark.timeout(30)
+def test_a_launch_that_goes_on_without_ranks_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "STACKS_WAIT", 0.1)
+    monkeypatch.setattr(launching, "LAST_WAIT", 0.2)
+    others = frozenset(process.pid for process in launching.ranks_of_this_process())
+    end = time.monotonic() + 20
+    with pytest.raises(launching._Stuck), launching._Watchdog(0.1, others) as watchdog:  # noqa: PT012
+        while time.monotonic() < end:
+            time.sleep(0.02)
+    assert watchdog.expired
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_helpers_of_a_launch_outlive_a_signal_to_the_group(tmp_path: Path, signum: signal.Signals) -> None:
+    """Sent while they start, before any line of theirs has run, and once more when they serve."""
+    script = tmp_path / "server.py"
+    script.write_text(
+        "import multiprocessing, os, signal, sys\n"
+        "from ndbench.run import launch\n"
+        "if __name__ == '__main__':\n"
+        "    number = int(sys.argv[1])\n"
+        "    signal.signal(number, lambda *_: print('heard', flush=True))\n"
+        "    launch.start_fork_server([], 'forkserver')\n"
+        "    os.killpg(0, number)\n"
+        "    context = multiprocessing.get_context('forkserver')\n"
+        "    lock = context.Lock()\n"
+        "    for _ in range(2):\n"
+        "        rank = context.Process(target=int)\n"
+        "        rank.start()\n"
+        "        rank.join(50)\n"
+        "        print('ended', rank.exitcode, flush=True)\n"
+        "        os.killpg(0, number)\n"
+    )
+    root = str(Path(__file__).parents[2])
+    process = subprocess.run(
+        [sys.executable, str(script), str(int(signum))],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": root},
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert process.stderr == ""
+    assert process.stdout.split("\n") == ["heard", "ended 0", "heard", "ended 0", "heard", ""]
+
+
+@pytest.mark.timeout(120)
 def test_a_hung_rank_ends_in_a_timeout_with_every_ranks_stack_in_its_log(tmp_path: Path) -> None:
     others = frozenset(process.pid for process in launching.ranks_of_this_process())
     began = time.monotonic()
