@@ -175,8 +175,13 @@ class BundledEngine:
         if batch.document_ids is not None and self._packed_kernel is not None:
             self._facts["attention_kernel"] = self._packed_kernel
         take = self._step if self._graphs is None else self._graphs
-        with nullcontext() if self._copy_engines is None else self._copy_engines.step(batch.input_ids.shape):
+        with nullcontext() if self._copy_engines is None else self._copy_engines.step(self._kind(batch)):
             return take(batch)
+
+    def _kind(self, batch: Batch) -> Any:
+        """What the kernels of a step depend on."""
+        assert self.model is not None, "setup comes first"
+        return batch.input_ids.shape, batch.document_ids is not None, self.model.training
 
     @property
     def stepper(self) -> Step:
@@ -192,7 +197,9 @@ class BundledEngine:
     def close(self) -> None:
         if self._graphs is not None:
             self._graphs.release(wait=False)  # before the groups whose messages they hold
-        self.model = self._step = self._graphs = None
+        if self._copy_engines is not None:
+            self._copy_engines.close()
+        self.model = self._step = self._graphs = self._copy_engines = None
 
     def info(self) -> dict[str, Any]:
         """Facts for the record."""

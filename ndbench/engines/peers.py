@@ -22,6 +22,8 @@ def peer_refusals(cell: Cell, name: str) -> list[str]:
         reasons.append(f"cp_method '{layout.cp_method}' is not implemented for {name}; implemented: ring")
     if model.target is not None:
         reasons.append(f"model.target={model.target} is not implemented for {name}, which needs a transformers model")
+    if training.cuda_graphs:
+        reasons.append(f"cuda_graphs=true is not implemented for {name}")
     if training.max_grad_value is not None:
         reasons.append(f"max_grad_value {training.max_grad_value} is not implemented for {name}")
     if cell.config.data.documents == "packed":

@@ -43,8 +43,9 @@ class MemoryMeter:
 
     def reading(self) -> dict[str, int | None]:
         """``allocated``, ``reserved``: the caching allocator's peaks (the first is the one to trust: it counts live
-        tensors; the second also what the allocator keeps). ``device_used``: what the whole device has in use now, NCCL,
-        the CUDA context and other processes included. ``rss``: this process's resident set now.
+        tensors, and here what ranks share of their memory; the second also what the allocator keeps). ``device_used``:
+        what the whole device has in use now, NCCL, the CUDA context and other processes included. ``rss``: this
+        process's resident set now.
         """
         reading: dict[str, int | None] = {
             "allocated": None,
@@ -54,7 +55,9 @@ class MemoryMeter:
         }
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
-            reading["allocated"] = int(torch.cuda.max_memory_allocated(self._device))
+            from ndbench.parallel.copy_engine import uncounted_bytes
+
+            reading["allocated"] = int(torch.cuda.max_memory_allocated(self._device)) + uncounted_bytes()
             reading["reserved"] = int(torch.cuda.max_memory_reserved(self._device))
             reading["device_used"] = int(total - free)
         return reading

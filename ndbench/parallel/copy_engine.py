@@ -3,7 +3,7 @@
 NCCL's kernels take multiprocessors from the matrix products they overlap with; a copy engine takes none. Gradients
 travel in the dtype they were computed in and are summed in float32 on arrival: half of the bytes of a float32
 reduce-scatter, with the same sums. The buffers are symmetric memory (``torch.distributed._symmetric_memory``), kept for
-the life of the model. It knows nothing of models; ``data.py`` decides which units use it.
+the next model of the process. It knows nothing of models; ``data.py`` decides which units use it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class PeerMemory:
 
     def __init__(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank, self.world = group.rank(), group.size()
+        before = torch.cuda.memory_allocated(device)
         self.local: torch.Tensor = symmetric_memory().empty(size, dtype=torch.uint8, device=device)
+        self.uncounted = max(size - (torch.cuda.memory_allocated(device) - before), 0)
         self._handle: Any = symmetric_memory().rendezvous(self.local, group)
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         # What these load and map for the first time is there before any rank waits for another.
@@ -65,20 +67,24 @@ class Rotation:
     """
 
     def __init__(self, buffers: int, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._made = [PeerMemory(size, group, device) for _ in range(buffers)]
+        self.made = [PeerMemory(size, group, device) for _ in range(buffers)]
         self._given: list[weakref.ref[torch.Tensor] | None] = [None] * buffers
         self._next = 0
 
+    def start(self) -> None:
+        """Before a step: a step that broke off may have taken more on one rank than on another."""
+        self._next, self._given = 0, [None] * len(self.made)
+
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        index, self._next = self._next, (self._next + 1) % len(self._made)
+        index, self._next = self._next, (self._next + 1) % len(self.made)
         before = self._given[index]
         assert before is None or before() is None, "FSDP still holds the tensor that was handed out before"
-        tensor = self._made[index].local[: numel * dtype.itemsize].view(dtype)
+        tensor = self.made[index].local[: numel * dtype.itemsize].view(dtype)
         self._given[index] = weakref.ref(tensor)
         return tensor
 
     def holding(self, tensor: torch.Tensor) -> PeerMemory | None:
-        return next((made for made in self._made if made.local.data_ptr() == tensor.data_ptr()), None)
+        return next((made for made in self.made if made.local.data_ptr() == tensor.data_ptr()), None)
 
 
 _rotations: dict[tuple[str, str, int], Rotation] = {}
@@ -128,12 +134,12 @@ class CopyEngines:
 
     @contextmanager
     def step(self, shape: Any) -> Iterator[None]:
-        """A step of a batch of ``shape``, which is the same on all ranks."""
+        """A step whose kernels depend on ``shape`` alone, which is the same on all ranks."""
         taken = self._taken.get(shape, 0)
         self._taken[shape] = taken + 1
         if taken >= WARM_UP_STEPS and not watched():
             for pool, size in self.needed:
-                pool.rotation(size)
+                pool.rotation(size).start()
             self.on = True
         elif self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # new kernels are coming, and a barrier may still be waiting
@@ -142,8 +148,17 @@ class CopyEngines:
         finally:
             self.on = False
 
+    def close(self) -> None:
+        """The group may be destroyed now; the buffers stay for the next model of these ranks."""
+        _groups.pop(group_name(self.group), None)
+
 
 _groups: dict[str, dist.ProcessGroup] = {}
+
+
+def uncounted_bytes() -> int:
+    """Memory of this rank's buffers that the caching allocator does not count."""
+    return sum(memory.uncounted for rotation in _rotations.values() for memory in rotation.made)
 
 
 def why_not(group: dist.ProcessGroup) -> str | None:

@@ -60,10 +60,16 @@ def _tables(model: nn.Module) -> list[nn.Module]:
 
     As units of their own the head's is gathered, and its gradient reduced, while blocks compute.
     """
-    getters = (getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings"))
-    found = [module for getter in getters if getter is not None and (module := getter()) is not None]
-    weights = {id(module.weight) for module in found}
-    return found if len(found) == len(weights) == 2 else []
+    found = []
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            found.append(getattr(model, name)())
+        except (AttributeError, NotImplementedError):
+            return []  # a model of the user's own
+    if not all(isinstance(module, (nn.Embedding, nn.Linear)) for module in found):
+        return []
+    embedding, head = found
+    return [] if embedding.weight is head.weight else found
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:

@@ -31,17 +31,19 @@ def evaluate(
     if device.type == "cuda":
         # Its kernels may be new here, and none is loaded while a rank may wait for another (see copy_engine.py).
         torch.cuda.synchronize(device)
-    with torch.no_grad():
-        for first in range(0, end, dataset.global_batch_size):
-            batch = dataset.batch_from(first, mesh.batch_rank, mesh.batch_size, device, end)
-            for labels, inputs in step.micro_batches(batch):
-                totals[0] += step.loss_sum(labels=labels, **inputs)
-                totals[1] += (labels != IGNORED).sum()
-            beat()
-    step.model.train(training)
-    for module in step.model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # no backward does it, and a checkpoint must not see gathered parameters
+    try:
+        with torch.no_grad():
+            for first in range(0, end, dataset.global_batch_size):
+                batch = dataset.batch_from(first, mesh.batch_rank, mesh.batch_size, device, end)
+                for labels, inputs in step.micro_batches(batch):
+                    totals[0] += step.loss_sum(labels=labels, **inputs)
+                    totals[1] += (labels != IGNORED).sum()
+                beat()
+    finally:
+        step.model.train(training)
+        for module in step.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # no backward does it, and a checkpoint must not see gathered parameters
     if mesh.loss.size() > 1:
         dist.all_reduce(totals, group=mesh.loss.get_group())
     loss, tokens = totals.tolist()

@@ -88,6 +88,7 @@ class GraphedStep:
         self.step.optimizer.advance()
         self.step.optimizer.prepare_replay()
         captured.replay()
+        self.step.optimizer.replayed()
         self.replays += 1
         return _copied(captured.result)
 
@@ -111,6 +112,7 @@ class GraphedStep:
     def _capture(self, shape: Shape, batch: Batch) -> Captured | None:
         captured, problem = None, None
         held = _cloned(batch)
+        self.step.optimizer.prepare_capture()
         try:
             result, replay = self._recorder.capture(lambda: self.step.on_device(held))
             captured = Captured(held, result, replay)
@@ -130,7 +132,11 @@ class GraphedStep:
         """Does it go on with graphs? All ranks do, or none."""
         if _on_any_rank(problem is not None, self.step.gradients.device):
             self.reason = problem or "another rank cannot be captured"
-            self.release()
+            # What this rank has just captured is in no table yet.
+            self._captured.clear()
+            self._fixed = None
+            self._recorder.release(True)
+            self.step.optimizer.abandon()
             if self.required:
                 raise RuntimeError(f"training.cuda_graphs=true: the step cannot be captured: {self.reason}")
         return self.reason is None

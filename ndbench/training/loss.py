@@ -84,7 +84,8 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad.to(gradient.dtype), None, None
+        # A tensor without dims would first be rounded to the dtype of the other.
+        return torch.mul(gradient, grad.reshape(1), out=torch.empty_like(gradient)), None, None
 
 
 def chunked_loss_sum(

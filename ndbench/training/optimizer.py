@@ -99,10 +99,25 @@ class ShardOptimizer:
         for parameter in (*self.parameters, *(self._local or ())):
             parameter.grad = None
 
+    @property
+    def _writes_copies(self) -> bool:
+        return self.copies is not None and self._compiled is not None
+
+    def prepare_capture(self) -> None:
+        """Before a step is captured: it holds the cast of the parameters, unless each step leaves copies behind."""
+        if self.copies is not None and not self._writes_copies:
+            self.copies.distrust()
+        self.prepare_replay()
+
     def prepare_replay(self) -> None:
         """Before a captured step is repeated: what it computes with is what the parameters are now."""
-        if self.copies is not None:
+        if self.copies is not None and self._writes_copies:
             self.copies.refresh()
+
+    def replayed(self) -> None:
+        """After a captured step was repeated, which no counter of the parameters has seen."""
+        if self.copies is not None and not self._writes_copies:
+            self.copies.distrust()
 
     def abandon(self) -> None:
         """After a step that broke off, or whose work was never done: nothing of it counts."""
@@ -153,7 +168,8 @@ class ShardOptimizer:
                 gradients[local] = gradient
             if self.copies is not None:
                 copies[local] = self.copies.of(parameter)
-        compiled.step(torch.ones((), device=locals_[0].device) if scale is None else scale, gradients, copies)
+        device = locals_[0].device  # with offload not that of the norm
+        compiled.step(torch.ones((), device=device) if scale is None else scale.to(device), gradients, copies)
         if self.copies is not None and unchanged:
             self.copies.written()
 

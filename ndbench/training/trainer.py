@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ndbench.config import Config
 from ndbench.engines.bundled import BundledEngine
 from ndbench.engines.protocol import StepResult
+from ndbench.parallel.copy_engine import uncounted_bytes
 from ndbench.parallel.mesh import Mesh
 from ndbench.parallel.state import CheckpointError, Checkpoints
 from ndbench.parallel.state_huggingface import load_hf
@@ -246,5 +247,5 @@ def _host_group(device: torch.device, timeout: float) -> dist.ProcessGroup | Non
 def _memory_bytes(device: torch.device) -> int:
     """Peak of what tensors hold on an accelerator, the process's resident set on a CPU."""
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+        return int(torch.cuda.max_memory_allocated(device)) + uncounted_bytes()
     return int(psutil.Process().memory_info().rss)

@@ -49,6 +49,16 @@ def test_training_is_the_same_to_the_bit(name: str, micro: int | None, tmp_path:
     assert plain[0]["buffers"] == 0
 
 
+def test_more_ranks_sum_in_their_order(tmp_path: Path) -> None:
+    """Of four ranks the order of a float32 sum shows in the last bits, and a wrong row in the first."""
+    copies = run(of({"shard": 4}, "copy_engine"), 4, tmp_path / "copies")
+    plain = run(of({"shard": 4}, "nccl"), 4, tmp_path / "plain")
+    for by_copies, by_gloo in zip(copies, plain, strict=True):
+        assert by_copies["losses"] == pytest.approx(by_gloo["losses"], rel=1e-4)
+        assert by_copies["norms"][:1] == pytest.approx(by_gloo["norms"][:1], rel=1e-6)
+        assert by_copies["norms"] == pytest.approx(by_gloo["norms"], rel=1e-2)
+
+
 @pytest.mark.parametrize("kept", [0, 3])
 @pytest.mark.parametrize("micro", [None, 1], ids=["one micro-batch", "several"])
 def test_what_is_sent_is_recorded_and_is_the_closed_form(micro: int | None, kept: int, tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ class Tape:
     def __init__(self) -> None:
         self.warm_ups = self.captures = self.replays = self.released = 0
         self.problem: str | None = None
+        self.uncounted: list[torch.Tensor] = []
+        """Tensors whose version counters do not see a replay, as none does on a GPU."""
 
     def warm_up(self, work: Callable[[], StepResult], last: bool) -> tuple[StepResult, str | None]:
         self.warm_ups += 1
@@ -71,7 +73,8 @@ class Tape:
 
         def replay() -> None:
             self.replays += 1
-            notes.again()
+            with torch.autograd._unsafe_preserve_version_counter(tuple(self.uncounted)):
+                notes.again()
 
         return result, replay
 

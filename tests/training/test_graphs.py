@@ -94,6 +94,29 @@ def test_a_replayed_step_is_the_step_to_the_bit(changes: dict[str, Any], mesh: M
     assert "cuda_graph" not in plain.info()
 
 
+@pytest.mark.parametrize("evaluated", [(3, 5), (1, 2, 3, 4, 5, 6)], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"compile": True}, {"compile": False, "optimizer": "sgd"}], ids=["writes the copies", "does not"]
+)
+def test_what_is_evaluated_between_replays_are_the_weights_of_now(
+    changes: dict[str, Any], evaluated: tuple[int, ...], mesh: Mesh, tape: Tape
+) -> None:
+    """And the next replays compute with those of then, though no counter has seen the update."""
+    found = []
+    for with_graph in (False, True):
+        made = engine(mesh, with_graph, precision="bf16", **changes)
+        tape.uncounted = list(made.training_state()[2]) if with_graph else []
+        losses = []
+        for index, each in enumerate(batches()):
+            losses.append(made.step(each).loss)
+            if index + 1 in evaluated:
+                ((labels, inputs),) = made.stepper.micro_batches(each)
+                with torch.no_grad():
+                    losses.append(made.stepper.loss_sum(labels=labels, **inputs))
+        found.append([float(loss) for loss in losses])
+    assert found[0] == found[1]
+
+
 def test_torchs_own_adamw_reads_the_rate_from_the_device(mesh: Mesh, tape: Tape) -> None:
     """In float32, as its kernels have it: the host's float64 is rounded."""
     plain, graphed = engine(mesh, False, compile=False), engine(mesh, True, compile=False)
@@ -307,7 +330,9 @@ def test_a_step_is_told_from_its_host_part() -> None:
     calls: list[str] = []
     optimizer = SimpleNamespace(advance=lambda: calls.append("advance"), state_tensors=lambda: [], parameters=[])
     optimizer.optimizer = SimpleNamespace(param_groups=[])
+    optimizer.prepare_capture = lambda: calls.append("cast")
     optimizer.prepare_replay = lambda: calls.append("prepare")
+    optimizer.replayed = lambda: calls.append("replayed")
     step: Any = SimpleNamespace(
         optimizer=optimizer,
         gradients=SimpleNamespace(device=None),
@@ -318,7 +343,7 @@ def test_a_step_is_told_from_its_host_part() -> None:
     graphed = GraphedStep(step, recorder, required=True)
     graphed._warm = {graphs._shape(batches(1)[0]): WARM_UP_STEPS}
     graphed(batches(1)[0])
-    assert calls == ["device", "advance", "prepare"]
+    assert calls == ["cast", "device", "advance", "prepare", "replayed"]
 
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["one_pass", "torchs"])

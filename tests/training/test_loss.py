@@ -96,6 +96,18 @@ def test_without_gradients_the_sum_is_the_same() -> None:
         torch.testing.assert_close(chunked_loss_sum(hidden, weight, bias, labels, CrossEntropy(), None, 4), expected)
 
 
+def test_a_divisor_that_is_no_power_of_two_is_not_rounded_to_bf16() -> None:
+    """1 / 1500 tokens in bf16 is 0.17 % off, and so would the norm of every gradient be."""
+    logits, labels = torch.randn(256, 37, generator=torch.Generator().manual_seed(5)).bfloat16(), torch.arange(256) % 37
+    norms = []
+    for divisor in (1500, 1024):
+        leaf = logits.clone().requires_grad_()
+        (CrossEntropy()(leaf, labels) / divisor).backward()
+        assert leaf.grad is not None
+        norms.append(leaf.grad.double().norm() * divisor)
+    assert abs(norms[0] / norms[1] - 1) < 3e-4
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU keeps the factor in float32 either way")
 def test_the_factor_of_the_gradient_is_not_rounded_to_bf16() -> None:
     """1 / 7001 tokens in bf16 is 0.17 % off, and so would every gradient be."""
