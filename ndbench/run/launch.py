@@ -11,12 +11,14 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -31,6 +33,8 @@ STACKS_WAIT = 2.0
 """Seconds between asking hung ranks for their stacks and killing them."""
 LAST_WAIT = 60.0
 """Seconds that elastic has for noticing that the ranks were killed; then it is left."""
+FILES, FILES_OF_A_RANK = 16, 6
+"""Open files that the launch itself and each rank cost this process, beside those already open."""
 SHIELDED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 """What a terminal or a scheduler sends to a whole process group, and the helpers of a launch must outlive."""
 
@@ -115,6 +119,7 @@ def launch(
     from ndbench.run.elastic import fail_on_early_ends
     from ndbench.run.worker import run_rank
 
+    _refuse_few_files(world_size)
     fail_on_early_ends()
     scratch = task.folder / "elastic"
     config = LaunchConfig(
@@ -145,6 +150,17 @@ def launch(
             shutil.rmtree(scratch, ignore_errors=True)
     reports = [RankReport.load(path) for rank in range(world_size) if (path := task.report_path(rank)).is_file()]
     return _result(task, world_size, watchdog, failure, reports)
+
+
+def _refuse_few_files(world_size: int) -> None:
+    """Raise ``ValueError`` when this process may not open the pipes and sockets of a launch."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = sum(1 for _ in Path("/dev/fd").iterdir()) + FILES + FILES_OF_A_RANK * world_size
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise ValueError(
+            f"{limit} files may be open at once, a launch of {world_size} ranks needs {needed}: "
+            "raise the limit (ulimit -n 1024)"
+        )
 
 
 def _result(

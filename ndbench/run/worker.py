@@ -88,7 +88,7 @@ def rank_main(task_path: str, work: Callable[[Task, int, RankReport], None]) -> 
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:600]
+    return f"{type(error).__name__}: {text}"[:600] if text else type(error).__name__
 
 
 def measure(task: Task, rank: int, report: RankReport) -> None:

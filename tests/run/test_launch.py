@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -122,7 +123,21 @@ def test_a_rank_that_ends_as_if_all_were_well_has_failed(
     """Elastic waits without end for the return value of a rank that has ended with status 0."""
     record, _ = run(make_cell(fault=fault, on_rank=on_rank), tmp_path)
     assert record["outcome"] == "failed", record
-    assert re.fullmatch(reason, record["reason"].rstrip(": ")), record["reason"]
+    assert re.fullmatch(reason, record["reason"]), record["reason"]
+
+
+def test_too_few_open_files_are_refused() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = psutil.Process().num_fds() + 10
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+    try:
+        with pytest.raises(
+            ValueError, match=rf"^{few} files may be open at once, a launch of 2 ranks needs \d+: raise the"
+        ):
+            launching._refuse_few_files(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    launching._refuse_few_files(2)
 
 
 @pytest.mark.timeout(30)
