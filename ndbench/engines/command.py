@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 CLOSING_SECONDS = 60.0
 """How long a script may take to end after its last step: to save, say."""
+AT_ONCE_SECONDS = 1e-4
+"""A line that takes less to arrive was written before it was asked for; no step is that short."""
 LAST_WORDS_SECONDS = 2.0
 """How long the end of the error output of a script that ended is waited for: another process may hold it open."""
 
@@ -61,6 +63,10 @@ class CommandEngine:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
+        self._words: list[str] = []
+        self._environment: dict[str, str] = {}
+        self._at_once = 0
+        """Steps whose line was there when it was asked for."""
         self._steps = 0
         self._expected = 0
         self._rank = 0
@@ -105,29 +111,33 @@ class CommandEngine:
         if words[0] in ("python", "python3"):
             words[0] = sys.executable  # the interpreter whose packages are measured
         training = cell.config.training
-        environment = os.environ | {
+        self._environment = dict(os.environ) | {
             "PYTHONUNBUFFERED": "1",
             "NDBENCH_STEPS": str(training.steps),
             "NDBENCH_GLOBAL_BATCH_SIZE": str(training.global_batch_size),
             "NDBENCH_SEQUENCE_LENGTH": str(training.sequence_length),
         }
-        self._expected, self._rank = training.steps, int(environment.get("RANK", "0"))
-        self._others = descendants()
+        self._expected, self._rank = training.steps, int(self._environment.get("RANK", "0"))
         # a child dies with its rank, whatever ends the rank
-        wrapped = [sys.executable, "-m", "ndbench.run.child", *words]
+        self._words = [sys.executable, "-m", "ndbench.run.child", *words]
+
+    def _start(self) -> subprocess.Popen[str]:
+        """With the first step, not before: nothing is measured beside the script, and no line is there early."""
+        self._others = descendants()
         self._process = subprocess.Popen(
-            wrapped,
+            self._words,
             stdin=subprocess.DEVNULL,  # a group of its own may not read the terminal
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,  # the rank's log gets it line by line; a failure is told with its end
             encoding="utf-8",
             errors="replace",
-            env=environment,
+            env=self._environment,
             process_group=0,
         )
         self._spoke = time.monotonic()
         self._listener = threading.Thread(target=self._listen, daemon=True, name="ndbench-script-stderr")
         self._listener.start()
+        return self._process
 
     def _listen(self) -> None:
         assert self._process is not None, "started"
@@ -142,18 +152,26 @@ class CommandEngine:
 
     def step(self, batch: Batch) -> StepResult:
         del batch  # the script reads its own data
-        process = self._process
-        assert process is not None, "setup comes first"
+        assert self._words, "setup comes first"
+        process = self._process or self._start()
         assert process.stdout is not None, "opened as a pipe"
         if self.silent:
             return StepResult(math.nan, None, None)
         self._stepping = True
+        asked = time.perf_counter()
         for line in process.stdout:
             values = _step_line(line)
             if values is None:
                 sys.stderr.write(line)
                 continue
             self._steps += 1
+            self._at_once += time.perf_counter() - asked < AT_ONCE_SECONDS
+            if self._steps == self._expected and 2 * self._at_once > self._expected:
+                self._told = True
+                raise ScriptError(
+                    f"{self._at_once} of the {self._expected} step lines were there at once: print and flush each line "
+                    "when its step ends, or the time of a step cannot be told"
+                )
             self._spoke, self._stepping = time.monotonic(), False
             return StepResult(values["loss"], values.get("grad_norm"), values.get("tokens"))
         code = process.wait()
@@ -191,8 +209,7 @@ class CommandEngine:
         return f": {' | '.join(words)}" if words else "; it said nothing about it"
 
     def info(self) -> dict[str, Any]:
-        assert self._process is not None, "setup comes first"
-        return {"command": self._process.args, "step_lines": self._steps}
+        return {"command": self._words, "step_lines": self._steps}
 
     def _drain(self) -> None:
         """Read on to the end in a thread of its own: a script that still prints must not block on a full pipe.

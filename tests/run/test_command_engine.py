@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from ndbench.config import Cell, Config, EngineConfig
-from ndbench.engines.command import CommandEngine
+from ndbench.engines.command import CommandEngine, ScriptError
 from ndbench.engines.protocol import Batch
 from ndbench.parallel.mesh import Mesh
 from ndbench.run.process import adopt_orphans
@@ -77,3 +77,24 @@ def _alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_lines_that_were_all_there_at_once_are_no_step_times(tmp_path: Path) -> None:
+    """A script that keeps its output back until its end would be a thousand times too fast."""
+    steps = Config().training.steps
+    engine = _started(tmp_path / "burst.py", f"print('{{\"loss\": 2.5}}\\n' * {steps}, flush=True)\n")
+    for _ in range(steps - 1):
+        engine.step(cast(Batch, NOTHING))
+    with pytest.raises(ScriptError, match=rf"of the {steps} step lines were there at once: print and flush"):
+        engine.step(cast(Batch, NOTHING))
+    engine.close()
+
+
+def test_nothing_runs_before_the_first_step_is_asked_for(tmp_path: Path) -> None:
+    began = tmp_path / "began"
+    text = f"import pathlib, time\npathlib.Path({str(began)!r}).touch()\nprint('{{\"loss\": 1.0}}')\n"
+    engine = _started(tmp_path / "late.py", text)
+    assert engine._process is None
+    engine.step(cast(Batch, NOTHING))
+    assert began.exists()
+    engine.close()
