@@ -224,7 +224,8 @@ def ranks_of_this_process(spared: frozenset[int] = frozenset()) -> list[psutil.P
 
 def _is_spawned(process: psutil.Process) -> bool:
     try:
-        return "--multiprocessing-fork" in process.cmdline()
+        words = process.cmdline()
+        return not words or "--multiprocessing-fork" in words  # none yet: it is just starting
     except psutil.Error:
         return False
 

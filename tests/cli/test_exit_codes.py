@@ -238,7 +238,8 @@ def test_a_file_that_the_system_refuses_is_a_usage_error(ndbench: Command) -> No
 
 
 SLEEPER = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 import ndbench.matrix.expand
 def expand(*_, **__):
     try:

@@ -312,12 +312,12 @@ def loss_counted_by_every_tp_rank() -> Iterator[None]:
 
 @contextmanager
 def weights_start_differently_per_rank() -> Iterator[None]:
-    original = initialize.Weights._generator
+    original = initialize.Weights._normal
 
-    def by_rank(self: initialize.Weights, name: str, index: int) -> torch.Generator:
-        return original(self, f"{name}{dist.get_rank()}", index)
+    def by_rank(self: initialize.Weights, name: str, *rest: Any) -> torch.Tensor:
+        return original(self, f"{name}{dist.get_rank()}", *rest)
 
-    with patch.object(initialize.Weights, "_generator", by_rank):
+    with patch.object(initialize.Weights, "_normal", by_rank):
         yield
 
 

@@ -45,7 +45,7 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against another seed's run every kind of error is large."""
     here = case(layout(1, 2))
     other = reference.train(replace(here, training=training(seed=1)))
-    monkeypatch.setattr(reference, "train", lambda _: other)
+    monkeypatch.setattr(reference, "train", lambda *_: other)
     found = errors(here)
     assert set(found) == {"loss", "norm", "tokens", "gradients", "weights"}
     assert all(found[kind][0] > 1e-3 for kind in set(found) - {"tokens"})

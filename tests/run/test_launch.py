@@ -249,20 +249,34 @@ def test_ranks_are_found_and_ended_whatever_the_start_method(method: str) -> Non
     others = frozenset(process.pid for process in launching.ranks_of_this_process())
     rank = multiprocessing.get_context(method).Process(target=time.sleep, args=(60,), daemon=True)
     rank.start()
-    assert rank.pid in {process.pid for process in launching.ranks_of_this_process()}
+    deadline = time.monotonic() + 10
+    while rank.pid not in {process.pid for process in launching.ranks_of_this_process()}:
+        assert time.monotonic() < deadline, "it has started, but may not be what it will be yet"
+        time.sleep(0.05)
     launching.kill_ranks(others)
     rank.join(5)
     assert rank.exitcode not in (None, 0)
 
 
 def test_the_fork_server_has_the_model_and_nothing_that_asks_a_gpu(tmp_path: Path) -> None:
-    """A CUDA context in the server breaks every rank; torchao, which transformers imports, would make one."""
+    """A CUDA context in the server breaks every rank; torchao, which transformers imports, would make one.
+
+    In a process of its own: there is one server a process, and another test may have started it for other ranks.
+    """
     told = tmp_path / "modules"
-    rank = multiprocessing.get_context("forkserver").Process(target=_tell_modules, args=(told,))
-    rank.start()
-    rank.join(120)
+    code = f"from tests.run.test_launch import _ask_the_server; _ask_the_server({str(told)!r})"
+    root = Path(__file__).parents[2]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTORCH_NVML_BASED_CUDA_CHECK"}
+    subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, check=True, timeout=150)
     loaded = json.loads(told.read_text())
     assert loaded == {"model": True, "torchao": "absent", "asks": "1"}
+
+
+def _ask_the_server(path: str) -> None:
+    launching.start_fork_server(["transformers.models.llama.modeling_llama"], "forkserver")
+    rank = multiprocessing.get_context("forkserver").Process(target=_tell_modules, args=(Path(path),))
+    rank.start()
+    rank.join(120)
 
 
 def _tell_modules(path: Path) -> None:
