@@ -126,18 +126,21 @@ def _speed(current: Current) -> str:
 
 
 WIDE = 0.5
-"""Half an interval, relative, from which it is shown by its ends: the interval is one of factors, not of sums."""
+"""Half an interval, relative, from which it is shown as a factor, which it is: not of sums."""
 
 
 def _spread(current: Current) -> str:
-    """Half the 95 % interval over repeats, relative; ``n=2`` where so few repeats have none worth showing."""
+    """Half the 95 % interval over repeats, relative, or the factor to either side of a wide one; ``n=2`` where so few
+    repeats have none worth showing.
+    """
     if few(current):
         return f"n={current.ok_repeats}"
     if current.tokens_low is None or current.tokens_high is None or not current.tokens_per_second:
         return ""
     half = (current.tokens_high - current.tokens_low) / 2 / current.tokens_per_second
     if half >= WIDE:  # about as wide as it is high, and not the same to both sides
-        return f"{figure(current.tokens_low)} to {figure(current.tokens_high)}"
+        factor = (current.tokens_high / current.tokens_low) ** 0.5 if current.tokens_low > 0 else float("inf")
+        return f"x or / {factor:.2g}" if factor < 100 else "x or / 100+"
     return f"±{half:.0%}"
 
 
