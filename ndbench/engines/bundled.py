@@ -197,8 +197,6 @@ class BundledEngine:
     def close(self) -> None:
         if self._graphs is not None:
             self._graphs.release(wait=False)  # before the groups whose messages they hold
-        if self._copy_engines is not None:
-            self._copy_engines.close()
         self.model = self._step = self._graphs = self._copy_engines = None
 
     def info(self) -> dict[str, Any]:

@@ -39,6 +39,12 @@ def group_name(group: dist.ProcessGroup) -> str:
     return name
 
 
+def group_named(name: str) -> dist.ProcessGroup:
+    """The group that :func:`group_name` names, while it lives."""
+    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+    return group
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that this rank holds: of a DTensor its local part itself (no view, no autograd)."""
     return getattr(tensor, "_local_tensor", tensor)

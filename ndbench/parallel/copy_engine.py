@@ -19,7 +19,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ndbench.parallel._torch_private import AllGather, ReduceScatter, group_name, symmetric_memory, watched
+from ndbench.parallel._torch_private import (
+    AllGather,
+    ReduceScatter,
+    group_name,
+    group_named,
+    symmetric_memory,
+    watched,
+)
 
 ALIGNMENT = 128
 """Bytes to which a buffer's size is rounded up."""
@@ -130,7 +137,6 @@ class CopyEngines:
         self.on = False
         self.needed: dict[tuple[Pool, int], None] = {}
         self._taken: dict[Any, int] = {}
-        _groups[group_name(group)] = group
 
     @contextmanager
     def step(self, shape: Any) -> Iterator[None]:
@@ -147,13 +153,6 @@ class CopyEngines:
             yield
         finally:
             self.on = False
-
-    def close(self) -> None:
-        """The group may be destroyed now; the buffers stay for the next model of these ranks."""
-        _groups.pop(group_name(self.group), None)
-
-
-_groups: dict[str, dist.ProcessGroup] = {}
 
 
 def uncounted_bytes() -> int:
@@ -262,7 +261,7 @@ _library.define("scatter_by_copies(Tensor(a!) arrived, Tensor input, str group_n
 def _all_gather_by_copies(output: torch.Tensor, input: torch.Tensor, group_name: str) -> None:
     memory = _holding(output)
     if memory is None:
-        dist.all_gather_into_tensor(output, input, group=_groups[group_name])
+        dist.all_gather_into_tensor(output, input, group=group_named(group_name))
         return
     numel, dtype = input.numel(), input.dtype
     memory.barrier(GATHER)
@@ -277,7 +276,7 @@ def _scatter_by_copies(arrived: torch.Tensor, input: torch.Tensor, group_name: s
     """Into each row of ``arrived`` this rank's part of another rank's ``input``, by rank."""
     memory = _holding(input)
     if memory is None:
-        group, received = _groups[group_name], torch.empty_like(input)
+        group, received = group_named(group_name), torch.empty_like(input)
         dist.all_to_all_single(received, input, group=group)
         rows = received.view(group.size(), -1)
         others = [rows[peer] for peer in range(group.size()) if peer != group.rank()]
