@@ -69,10 +69,10 @@ class BundledEngine:
 
         from ndbench.parallel import float8
         from ndbench.parallel.attention import attention_kernel
-        from ndbench.parallel.copy_engine import why_not
         from ndbench.parallel.gradients import Gradients
         from ndbench.parallel.initialize import Weights
         from ndbench.parallel.parallelize import Technique, parallelize
+        from ndbench.parallel.peer_memory import why_not
         from ndbench.training.cuda_graph import CudaRecorder
         from ndbench.training.forward import attach_loss, chunk_refusals
         from ndbench.training.graphs import GraphedStep

@@ -64,8 +64,6 @@ OPERATIONS = {
     "recv_any_source_": "recv",
     "irecv": "recv",
     "barrier": "barrier",
-    "all_gather_by_copies": "all_gather",
-    "scatter_by_copies": "reduce_scatter",
     "monitored_barrier_": "barrier",
 }
 """Our name by operator name. Any other operator on a process group is recorded under its own name with 0 bytes."""

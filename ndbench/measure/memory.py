@@ -55,7 +55,7 @@ class MemoryMeter:
         }
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
-            from ndbench.parallel.copy_engine import uncounted_bytes
+            from ndbench.parallel.peer_memory import uncounted_bytes
 
             reading["allocated"] = int(torch.cuda.max_memory_allocated(self._device)) + uncounted_bytes()
             reading["reserved"] = int(torch.cuda.max_memory_reserved(self._device))

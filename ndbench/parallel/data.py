@@ -8,13 +8,10 @@ offloaded: these are a mesh of (N, 1).
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from ndbench.parallel.copy_engine import CopyEngines, use_copy_engines
 from ndbench.parallel.mesh import Mesh
 
 
@@ -23,18 +20,12 @@ def apply_fully_shard(
     blocks: list[nn.Module],
     mesh: Mesh,
     param_dtype: torch.dtype | None,
-    device: torch.device,
-    accumulates: bool = True,
-    fused: bool = False,
-) -> CopyEngines | None:
-    """Shard the units of ``model`` in place; ``param_dtype`` is what forward and backward compute in.
+) -> list[nn.Module]:
+    """Shard the units of ``model`` in place and return them in the order of forward, with ``model`` for the rest.
 
-    Gradients are summed in float32 whatever they are computed in. Copy engines do so on arrival, so what they carry may
-    be narrower unless a step ``accumulates`` micro-batches; ``fused`` compiles their sums. Returns who uses them.
+    ``param_dtype`` is what forward and backward compute in; gradients are summed in float32 whatever that is.
     """
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    copies = mesh.config.fsdp_collectives == "copy_engine" and mesh.fsdp.size() > 1
-    of_units = replace(policy, reduce_dtype=None) if copies and not accumulates else policy
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if mesh.config.cpu_offload else OffloadPolicy()
     freed = blocks[: max(len(blocks) - mesh.config.kept_blocks, 0)] if mesh.config.reshard_after_forward else []
     tables = _tables(model)
@@ -44,7 +35,7 @@ def apply_fully_shard(
         fully_shard(
             module,
             mesh=mesh.fsdp_mesh,
-            mp_policy=policy if module is model else of_units,
+            mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=module in freed,
         )
@@ -52,7 +43,8 @@ def apply_fully_shard(
         module.set_gradient_divide_factor(1.0)
         # gloo has no PREMUL_SUM, which a divide factor would otherwise go through.
         module.set_force_sum_reduction_for_comms(True)
-    return use_copy_engines(blocks, tables, mesh.fsdp.get_group(), device, fused) if copies else None
+    # A root without tables has the norms before the head; with them, what comes first and what comes last.
+    return [tables[0], *blocks, model, tables[1]] if tables else [model, *blocks]
 
 
 def _tables(model: nn.Module) -> list[nn.Module]:

@@ -21,7 +21,7 @@ from ndbench.parallel.held import Held, HeldAsComputed
 from ndbench.parallel.initialize import Weights, fill, materialize
 from ndbench.parallel.mesh import Mesh
 from ndbench.parallel.plan import TensorPlan
-from ndbench.parallel.precision import ComputeCopies
+from ndbench.parallel.precision import ComputeCopies, Copies
 from ndbench.parallel.replicate import HeldInBuckets
 from ndbench.parallel.tensor import apply_tensor_parallel
 
@@ -54,15 +54,15 @@ class Parallel:
     partial_gradients: frozenset[str] = frozenset()
     """Replicated parameters whose gradient is split over tp."""
     fully_sharded: bool = False
-    copies: ComputeCopies | None = None
-    """What forward and backward compute with, where that is not the parameters."""
+    copies: Copies | None = None
+    """What forward and backward compute with, where that is not the parameters; written with them."""
     copy_engines: CopyEngines | None = None
     """A step is taken inside its ``step``."""
 
     @property
     def computing(self) -> Callable[[], AbstractContextManager[None]]:
         """Forward and backward run inside it; it may be entered again inside."""
-        return nullcontext if self.copies is None else self.copies.active
+        return self.copies.active if isinstance(self.copies, ComputeCopies) else nullcontext
 
 
 def parallelize(
@@ -107,8 +107,7 @@ def parallelize(
     # 4. FSDP last: it gathers what TP left, outside the compiled and recomputed part. A rank whose parameters nothing
     #    shards needs it only for its offload.
     sharded = mesh.fsdp.size() > 1 or mesh.config.cpu_offload
-    if sharded:
-        engines = apply_fully_shard(model, blocks, mesh, technique.param_dtype, device, technique.accumulates, fused)
+    units = apply_fully_shard(model, blocks, mesh, technique.param_dtype) if sharded else []
 
     # 5. Only now is memory allocated, a shard at a time.
     materialize(model, device, torch.device("cpu") if mesh.config.cpu_offload else device)
@@ -116,8 +115,11 @@ def parallelize(
 
     # 6. FSDP casts what it gathers and reduces gradients; without it the parameters get copies to compute with, and
     #    replicas sum their gradients in buckets.
+    if sharded and (mesh.config.fsdp_collectives == "nccl" or mesh.fsdp.size() == 1):
+        return Parallel(model, Held(model), partial, fully_sharded=True)
     if sharded:
-        return Parallel(model, Held(model), partial, fully_sharded=True, copy_engines=engines)
+        engines = _copy_engines(model, units, mesh, device, technique, fused)
+        return Parallel(model, engines.held, partial, True, engines.shards, engines)
     copies = None if technique.param_dtype is None else ComputeCopies(model, technique.param_dtype)
     leaves = [(p, p) for p in model.parameters() if p.requires_grad] if copies is None else copies.leaves
     if mesh.config.dp_replicate_size > 1:
@@ -125,6 +127,17 @@ def parallelize(
     else:
         held = Held(model) if copies is None else HeldAsComputed(model, leaves)
     return Parallel(model, held, partial, copies=copies)
+
+
+def _copy_engines(
+    model: nn.Module, units: list[nn.Module], mesh: Mesh, device: torch.device, technique: Technique, fused: bool
+) -> CopyEngines:
+    """Gather and reduce the ``units`` of FSDP by copies."""
+    replicas = mesh.world["dp_replicate"].get_group() if mesh.config.dp_replicate_size > 1 else None
+    dtype = technique.param_dtype or torch.float32
+    # Several micro-batches are added up in float32, which then is what travels.
+    of_gradients = torch.float32 if technique.accumulates else dtype
+    return CopyEngines(model, units, mesh.fsdp.get_group(), replicas, dtype, of_gradients, device, fused)
 
 
 def _norms_outside(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:

@@ -7,7 +7,7 @@ It knows nothing of FSDP or of losses; where a copy's gradient goes is ``held.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,42 +17,27 @@ from ndbench.parallel._torch_private import local_tensor, version
 from ndbench.parallel.held import placed_like
 
 
-class ComputeCopies:
-    """Copies of ``model``'s parameters in ``dtype``. The model shows them while :meth:`active`, else the originals.
+class Copies:
+    """Each of ``pairs``: a parameter, and a tensor that holds this rank's part of it in another dtype.
 
-    Ties stay ties. Once used in a training step the copies are cast anew for the next one, unless the optimizer has
-    :meth:`written` them and nothing changed the originals since: PyTorch counts in-place operations on them, their
-    views and ``detach()``. What it does not count, writing through ``.data`` or by a fused optimizer, between the
-    optimizer's update and the next step needs ``refresh(force=True)``.
+    Once used in a training step the copies are cast anew for the next one, unless the optimizer has :meth:`written`
+    them and nothing changed the originals since: PyTorch counts in-place operations on them, their views and
+    ``detach()``. What it does not count, writing through ``.data`` or by a fused optimizer, between the optimizer's
+    update and the next step needs ``refresh(force=True)``.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self.leaves: list[tuple[nn.Parameter, nn.Parameter]] = []
-        """Each parameter that is trained, with its copy: what backward leaves the gradient on."""
+    def __init__(self, pairs: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        self._of: dict[int, torch.Tensor] = {}
         self._originals: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
         self._watched: list[torch.Tensor] = []
-        self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-        self._active = False
+        for original, copy in pairs:
+            held = local_tensor(original)
+            self._of[id(original)] = copy
+            self._originals.append(held)
+            self._copies.append(copy)
+            self._watched += [original] if held is original else [original, held]
         self._seen, self._trusted = -1, False
-        made: dict[int, nn.Parameter] = {}
-        for module in model.modules():
-            for name, original in module.named_parameters(recurse=False):
-                if id(original) not in made:
-                    made[id(original)] = self._copy(original, dtype)
-                self._places.append((module, name, original, made[id(original)]))
-        self._of = {id(original): local_tensor(copy) for _, _, original, copy in self._places}
-
-    def _copy(self, original: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-        held = local_tensor(original)
-        values = torch.empty_like(held, dtype=dtype, requires_grad=False)
-        self._originals.append(held)
-        self._copies.append(values)
-        self._watched += [original] if held is original else [original, held]
-        copy = nn.Parameter(placed_like(original, values), requires_grad=original.requires_grad)
-        if copy.requires_grad:
-            self.leaves.append((original, copy))
-        return copy
 
     @property
     def unchanged(self) -> bool:
@@ -72,6 +57,10 @@ class ComputeCopies:
         """Whoever changed the originals has written the copies, too."""
         self._seen, self._trusted = self._changes(), True
 
+    def used(self) -> None:
+        """A training step computes with them: what comes after it changes the originals, counted or not."""
+        self._trusted = False
+
     def distrust(self) -> None:
         """The copies may be those of anything: what was to cast or write them was not done."""
         self._seen, self._trusted = -1, False
@@ -80,11 +69,36 @@ class ComputeCopies:
     def refresh(self, force: bool = False) -> None:
         """Make the copies those of the originals as they are now, which costs nothing when they are.
 
-        :meth:`active` does it. A step that is replayed does not run it: call it before a replay.
+        A step that is replayed does not run it: call it before a replay.
         """
         if force or not self.current:
             torch._foreach_copy_(self._copies, self._originals)
             self.written()
+
+    def _changes(self) -> int:
+        # Counters only rise, so their sum tells whether any of them did.
+        return sum(version(tensor) for tensor in self._watched)
+
+
+class ComputeCopies(Copies):
+    """Copies of ``model``'s parameters in ``dtype``. The model shows them while :meth:`active`, else the originals.
+
+    Ties stay ties.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.leaves: list[tuple[nn.Parameter, nn.Parameter]] = []
+        """Each parameter that is trained, with its copy: what backward leaves the gradient on."""
+        self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        self._active = False
+        made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        for module in model.modules():
+            for name, original in module.named_parameters(recurse=False):
+                if id(original) not in made:
+                    made[id(original)] = (original, _copy(original, dtype))
+                self._places.append((module, name, *made[id(original)]))
+        self.leaves = [pair for pair in made.values() if pair[1].requires_grad]
+        super().__init__((original, local_tensor(copy)) for original, copy in made.values())
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -100,11 +114,12 @@ class ComputeCopies:
             yield
         finally:
             self._active = False
-            # What comes after a training step changes the originals, counted or not.
-            self._trusted = self._trusted and not torch.is_grad_enabled()
+            if torch.is_grad_enabled():
+                self.used()
             for module, name, original, _ in self._places:
                 module._parameters[name] = original
 
-    def _changes(self) -> int:
-        # Counters only rise, so their sum tells whether any of them did.
-        return sum(version(tensor) for tensor in self._watched)
+
+def _copy(original: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    values = torch.empty_like(local_tensor(original), dtype=dtype, requires_grad=False)
+    return nn.Parameter(placed_like(original, values), requires_grad=original.requires_grad)

@@ -128,22 +128,18 @@ def _micro(layout: ParallelismConfig, step: StepShape) -> tuple[int, int]:
 def _data(total: _Sum, model: LlamaShape, layout: ParallelismConfig, step: StepShape) -> None:
     """FSDP gathers a unit before its forward and a block again before its backward; gradients are scattered once.
 
-    Where nothing is sharded, replicas sum each block, and what is after and before the blocks apart.
+    Where nothing is sharded, replicas sum each block, and what is after and before the blocks apart. A step by copy
+    engines is watched as NCCL takes it; of gradients that it does not add up it sends them in the computed dtype.
     """
     micro_steps, _ = _micro(layout, step)
     layers, shards, replicas = model.num_hidden_layers, layout.fsdp_size, layout.dp_replicate_size
     axis = group_label(layout, VIEWS["fsdp"])
     freed = max(layers - layout.kept_blocks, 0) if layout.reshard_after_forward else 0
-    # Copy engines carry what was computed, unless it was added up over micro-steps.
-    as_computed = layout.fsdp_collectives == "copy_engine" and micro_steps == 1
-    computed = step.element_size if as_computed else GRADIENT_BYTES
-    *tables, rest = _outside(model, layout)
-    units_of = [(layers, freed, block_shard(model, layout), computed), (1, 0, rest, GRADIENT_BYTES)]
-    units_of += [(1, 0, table, computed) for table in tables]
-    for units, again, size, width in units_of:
+    units_of = [(layers, freed, block_shard(model, layout)), *((1, 0, size) for size in _outside(model, layout))]
+    for units, again, size in units_of:
         if shards > 1:
             total.add("all_gather", axis, micro_steps * (units + again), (shards - 1) * size * step.element_size)
-            total.add("reduce_scatter", axis, units, (shards - 1) * size * width)
+            total.add("reduce_scatter", axis, units, (shards - 1) * size * GRADIENT_BYTES)
         if replicas > 1 and (shards > 1 or layout.cpu_offload):
             total.add("all_reduce", "dp_replicate", units, _reduced(size * GRADIENT_BYTES, replicas))
     if replicas > 1 and shards == 1 and not layout.cpu_offload:

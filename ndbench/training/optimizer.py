@@ -13,7 +13,7 @@ from ndbench import dotted
 from ndbench.config import TrainingConfig
 from ndbench.parallel._torch_private import local_tensor, make_capturable, same_storage
 from ndbench.parallel.held import Held
-from ndbench.parallel.precision import ComputeCopies
+from ndbench.parallel.precision import Copies
 from ndbench.training.adamw import CompiledAdamW
 from ndbench.training.schedule import schedule_factors
 
@@ -38,7 +38,7 @@ class ShardOptimizer:
         training: TrainingConfig,
         graphed: bool = False,
         held: Held | None = None,
-        copies: ComputeCopies | None = None,
+        copies: Copies | None = None,
     ) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.held = Held(nn.ParameterList(self.parameters)) if held is None else held

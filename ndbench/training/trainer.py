@@ -22,8 +22,8 @@ import torch.distributed as dist
 from ndbench.config import Config
 from ndbench.engines.bundled import BundledEngine
 from ndbench.engines.protocol import StepResult
-from ndbench.parallel.copy_engine import uncounted_bytes
 from ndbench.parallel.mesh import Mesh
+from ndbench.parallel.peer_memory import uncounted_bytes
 from ndbench.parallel.state import CheckpointError, Checkpoints
 from ndbench.parallel.state_huggingface import load_hf
 from ndbench.training.data import Dataset

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from ndbench.engines.bundled import BundledEngine
 from ndbench.measure.collectives import CollectiveRecorder, totals
-from ndbench.parallel import copy_engine
+from ndbench.parallel import copy_engine, peer_memory
 from ndbench.parallel.mesh import build_mesh
 from tests.parity.cases import Case, batch
 from tests.parity.ranks import on_device
 
 
 class FileMemory:
-    """:class:`copy_engine.PeerMemory` of CPU ranks."""
+    """:class:`peer_memory.PeerMemory` of CPU ranks."""
 
     folder = ""
     made = 0
@@ -28,11 +30,15 @@ class FileMemory:
         index, FileMemory.made = FileMemory.made, FileMemory.made + 1
         ranks = dist.get_process_group_ranks(group)
         names = [str(Path(self.folder, f"{index}.{rank}")) for rank in ranks]
-        self.buffers = [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names]
-        self.local = self.buffers[self.rank]
+        for name in names:
+            Path(name).touch()
+            os.truncate(name, size)  # of this size already, nothing happens to it
+        self.files = [np.memmap(name, np.uint8, "r+", shape=size) for name in names]
 
     def of(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.buffers[rank].view(dtype)[start : start + numel]
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.files[rank], dtype=dtype, count=numel, offset=start)
 
     def barrier(self, channel: int) -> None:
         dist.barrier(self.group)
@@ -41,10 +47,9 @@ class FileMemory:
 def trained(at: Case, folder: str, memory: str = "FileMemory") -> dict[str, Any]:
     """Losses, norms, a checksum of the parameters, and the collectives of the last step."""
     FileMemory.folder, FileMemory.made = folder, 0
-    copy_engine._rotations.clear()
     with (
         patch.object(copy_engine, "PeerMemory", globals()[memory]),
-        patch.object(copy_engine, "why_not", lambda group: None),
+        patch.object(peer_memory, "why_not", lambda group: None),
     ):
         mesh = build_mesh(at.parallelism, "cpu")
         engine = BundledEngine(weight_jitter=at.weight_jitter)
@@ -67,10 +72,10 @@ def trained(at: Case, folder: str, memory: str = "FileMemory") -> dict[str, Any]
 
 
 class ForgetfulMemory(FileMemory):
-    """Peers see the buffers as they were when they were made: what was written later is not there."""
+    """Peers see the memory as it was when it was made: what was written later is not there."""
 
     def of(self, rank: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype)
+        return super().of(rank, start, numel, dtype) if rank == self.rank else torch.zeros(numel, dtype=dtype)
 
 
 def on_gpu(at: Case, device: str) -> list[float]:
