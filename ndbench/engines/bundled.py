@@ -131,8 +131,8 @@ class BundledEngine:
             device,
             parallel.held,
         )
-        if parallel.fully_sharded and training.cuda_graphs is None:
-            ungraphed.append("FSDP holds the parameters; training.cuda_graphs=true tries it all the same")
+        if parallel.fully_sharded and parallel.copy_engines is None and training.cuda_graphs is None:
+            ungraphed.append("FSDP gathers with NCCL; training.cuda_graphs=true tries it all the same")
         graphed = training.cuda_graphs is not False and not ungraphed
         optimizer = ShardOptimizer(gradients.parameters, training, graphed, parallel.held, parallel.copies)
         self.model, self._copy_engines = parallel.model, parallel.copy_engines

@@ -100,5 +100,21 @@ class Unit:
         group.unshard, group.wait_for_unshard, group.reshard = unshard, wait_for_unshard, reshard_and_release
 
 
+class OwnStreams:
+    """The streams that FSDP of ``model`` gathers and reduces on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        assert isinstance(model, FSDPModule)
+        self._state = model._get_fsdp_state()
+
+    def join(self) -> None:
+        """Have the current stream wait for them: a forward has them wait for it, which a CUDA graph must see end."""
+        context: Any = self._state._comm_ctx
+        for name in ("all_gather_copy_in_stream", "all_gather_stream"):
+            stream = getattr(context, name, None)
+            if isinstance(stream, torch.cuda.Stream):
+                torch.cuda.current_stream().wait_stream(stream)
+
+
 def _nothing() -> None:
     """What is kept needs no memory anew, and gives none back."""

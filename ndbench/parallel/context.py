@@ -155,18 +155,18 @@ def ring_bytes(
     expanded to the query heads), e = element_size, f = max(e, 4):
 
     * forward: n-1 rotations of kv in the compute dtype, (n-1) · kv · e;
-    * backward: the same n-1 rotations, and n of the gradients of kv, one more because they must come home. These are
-      sums in float32 (float64 for float64); the last hop takes them rounded, as they are returned, and the first as one
-      kernel gave them: (n-1) · kv · e + kv · (2e + (n-2) · f). With a mask (window, documents) many tiles add up to
-      the first, too: (n-1) · kv · e + kv · (e + (n-1) · f).
+    * backward: n-2 rotations of kv, since it begins with the keys that forward ended with and ends with the rank's own,
+      and n-1 of the gradients of kv. These are sums in float32 (float64 for float64), but the first hop takes them as
+      one kernel gave them: (n-2) · kv · e + kv · (e + (n-2) · f). With a mask (window, documents) many tiles add up to
+      the first, too: (n-2) · kv · e + kv · (n-1) · f.
     """
     if cp_size == 1:
         return {"forward": 0, "backward": 0}
     elements = 2 * batch * kv_heads * local_length * head_dim
-    rotations = (cp_size - 1) * elements * element_size
-    narrow = 1 if masked else 2
-    gradients = elements * (narrow * element_size + (cp_size - narrow) * max(element_size, 4))
-    return {"forward": rotations, "backward": rotations + gradients}
+    rotation = elements * element_size
+    narrow = 0 if masked else 1
+    gradients = elements * (narrow * element_size + (cp_size - 1 - narrow) * max(element_size, 4))
+    return {"forward": (cp_size - 1) * rotation, "backward": (cp_size - 2) * rotation + gradients}
 
 
 def ulysses_bytes(

@@ -70,7 +70,8 @@ class CopyEngines:
         for unit, pairs in enumerate(backward):
             for index, (_, leaf) in enumerate(pairs):
                 reducer.listen(unit, index, leaf)
-        self.held = HeldByOwners(model, reducer, [[each.parameter for each, _ in pairs] for pairs in backward])
+        parameters = [[each.parameter for each, _ in pairs] for pairs in backward]
+        self.held = HeldByOwners(model, reducer, parameters, self.shards)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         dist.barrier(group)
@@ -85,7 +86,6 @@ class CopyEngines:
             self._switch.on = True
         elif self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # new kernels are coming, and a barrier may still be waiting
-        self.shards.used()
         try:
             yield
         finally:

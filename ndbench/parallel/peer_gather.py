@@ -92,6 +92,7 @@ class PeerShards(Copies):
     ) -> None:
         self._device, self.lane, plan = device, Lane(device), Plan()
         self._slots: list[Slot] = []
+        self._begun = False
         self._units = [Published(unit, self._slot_for(unit, group.size(), dtype), dtype) for unit in units]
         for each in self._units:
             each.plan(plan, group.size())
@@ -113,6 +114,8 @@ class PeerShards(Copies):
             each.fetched = False
         with self.lane.after_current():
             self._memory.barrier(GATHER)
+        wait(self.lane.mark())
+        self._begun = False
 
     def _slot_for(self, unit: Unit, world: int, dtype: torch.dtype) -> Slot | None:
         if not unit.freed_after_forward:
@@ -139,7 +142,10 @@ class PeerShards(Copies):
                     )
                 slot.holds = published
             if not published.fetched:
-                with torch.no_grad(), self.lane.after(None if slot is None else slot.left):
+                # The first of a step comes after what was before the step, whatever it is: a CUDA graph begins there.
+                after = mark(self._device) if not self._begun else None if slot is None else slot.left
+                self._begun = True
+                with torch.no_grad(), self.lane.after(after):
                     for here, there in published.fetch:
                         here.copy_(there)
                     published.arrived = mark(self._device)

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ndbench.parallel._fsdp_private import ShardedParameter, rows_of
+from ndbench.parallel._fsdp_private import OwnStreams, ShardedParameter, rows_of
 from ndbench.parallel._torch_private import local_tensor
 from ndbench.parallel.held import Held, placed_like, taken
 from ndbench.parallel.peer_memory import ALIGNMENT, SCATTER, Lane, PeerMemory, Plan, Switch, mark, wait
+from ndbench.parallel.precision import Copies
 
 INBOXES = 2
 """Of blocks, which share them: one fills while the other is added up."""
@@ -254,21 +255,26 @@ def _add_up(sums: list[torch.Tensor], parts: list[list[torch.Tensor]]) -> None:
 class HeldByOwners(Held):
     """Gradients in ``reducer`` after a step that it took, else on the parameters, where FSDP reduces them to.
 
-    ``units`` are its parameters, in its order.
+    ``units`` are its parameters, in its order; ``published`` is what the step computes with.
     """
 
-    def __init__(self, model: nn.Module, reducer: Reducer, units: Sequence[Sequence[nn.Parameter]]) -> None:
+    def __init__(
+        self, model: nn.Module, reducer: Reducer, units: Sequence[Sequence[nn.Parameter]], published: Copies
+    ) -> None:
         super().__init__(model)
+        self._streams, self._published = OwnStreams(model), published
         self._reducer, self._units = reducer, [list(unit) for unit in units]
         self._places = {id(p): (unit, index) for unit, ps in enumerate(self._units) for index, p in enumerate(ps)}
 
     def expect(self, last: bool) -> None:
         super().expect(last)
+        self._published.used()
         self._reducer.expect(last)
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         if not self._reducer.begun or id(parameter) not in self._places:
             return super().of(parameter)
+        self._streams.join()
         return self._reducer.of(*self._places[id(parameter)])
 
     def arrivals(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

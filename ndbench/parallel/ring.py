@@ -108,17 +108,17 @@ def tiles(
 
 
 class _Rotation:
-    """A tensor on its way to the next rank and its counterpart on the way from the previous one."""
+    """A tensor on its way to the next rank, and its counterpart from the previous one; or the way ``back``."""
 
-    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        rank, size = group.rank(), group.size()
+    def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup, back: bool = False) -> None:
+        rank, size, hop = group.rank(), group.size(), -1 if back else 1
         # torch.empty, not empty_like: that keeps the strides of a permuted tensor. Both ends are kept until wait().
         self.sent = tensor.contiguous()
         self.received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         self.works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, self.sent, group=group, group_peer=(rank + 1) % size),
-                dist.P2POp(dist.irecv, self.received, group=group, group_peer=(rank - 1) % size),
+                dist.P2POp(dist.isend, self.sent, group=group, group_peer=(rank + hop) % size),
+                dist.P2POp(dist.irecv, self.received, group=group, group_peer=(rank - hop) % size),
             ]
         )
 
@@ -210,28 +210,36 @@ class _RingAttention(torch.autograd.Function):
                 sending = coming.wait()
                 held = _unpacked(sending)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, *([] if documents is None else [documents]))
+        # With the keys that came last backward begins, and so needs no rotation before it computes.
+        ctx.save_for_backward(q, k, v, out, lse, sending, *([] if documents is None else [documents]))
         ctx.plan = plan
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:  # type: ignore[override]
-        q, k, v, out, lse, *rest = ctx.saved_tensors
+        q, k, v, out, lse, sending, *rest = ctx.saved_tensors
         plan: RingPlan = ctx.plan
         documents = rest[0] if rest else None
         rank, size = plan.place
         mask_of = _TileMasks(plan, documents, q)
         dout = by_rows(dout)
-        # A mask makes many tiles, which share keys; without one a step has one tile, and the first covers everything.
+        # A mask makes many tiles, which share keys; without one a step has one tile.
         many = plan.window is not None or documents is not None
         sums, precise = sum_dtype(q.dtype, size), torch.promote_types(q.dtype, torch.float32)
-        dq = torch.zeros_like(q, dtype=sums) if many else None
-        held, sending = (k, v), _packed(k, v)
+        dq: torch.Tensor | None = None
+        # Forward's steps the other way round, and the keys the other way: the last step is on this rank's own, so their
+        # gradients come home while it computes, and no transfer is left when it ends.
+        held = _unpacked(sending)
         travelling: _Rotation | None = None
-        for step in range(size):
-            source, last = (rank - step) % size, step + 1 == size
-            coming = None if last else _Rotation(sending, plan.group)
-            dkv = torch.zeros(sending.shape, dtype=precise, device=q.device) if many else None
+        dkv: torch.Tensor | None = None
+        for step in reversed(range(size)):
+            source, home = (rank - step) % size, step == 0
+            if home:
+                held = (k, v)
+            coming = _Rotation(sending, plan.group, back=True) if step > 1 else None
+            arriving, dkv = travelling, None
+            if many or arriving is None:
+                dkv = torch.zeros(_packed_shape(k), dtype=precise if many else k.dtype, device=q.device)
             for tile in tiles(size, rank, source, q.shape[2], plan.window, documents is not None):
                 rows, keys = tile.queries, tile.keys
                 block_dq, *block_dkv = block_backward(
@@ -239,30 +247,32 @@ class _RingAttention(torch.autograd.Function):
                     out[:, :, rows], lse[:, :, rows],
                     causal=tile.mask == "causal", mask=mask_of(tile, source), scale=plan.scale, asked=plan.kernel,
                 )  # fmt: skip
-                if dq is None:
+                if dq is None and len(block_dq[0, 0]) == q.shape[2]:
                     dq = block_dq.to(sums)
                 else:
+                    dq = torch.zeros_like(q, dtype=sums) if dq is None else dq
                     dq[:, :, rows] += block_dq
                 if dkv is not None:
                     _add_keys(dkv, keys, block_dkv)
             # The gradients of source's keys arrive from the rank that held them before, and go on with our share: their
-            # transfer hides behind the next step's block. After the last hop they are home. They travel in float32
-            # while they are a sum; what one kernel gave, and what is about to be rounded, loses nothing in less.
-            if travelling is not None:
-                arrived = travelling.wait()
-                if dkv is not None:
-                    dkv += arrived
-                else:
-                    dkv = arrived.to(sums)
-                    _add_keys(dkv, keys, block_dkv)
-            elif dkv is None:
-                dkv = _packed(*block_dkv)
-            assert dkv is not None
-            travelling = _Rotation(dkv.to(k.dtype) if last else dkv, plan.group)
+            # transfer hides behind the next step's block. They travel in float32 while they are a sum; what one kernel
+            # gave loses nothing in less.
+            if dkv is None:
+                assert arriving is not None, "it was made above otherwise"
+                dkv = arriving.wait().to(sums)
+                _add_keys(dkv, keys, block_dkv)
+            elif arriving is not None:
+                dkv += arriving.wait()
+            travelling = None if home else _Rotation(dkv, plan.group, back=True)
             if coming is not None:
                 sending = coming.wait()
                 held = _unpacked(sending)
-        assert travelling is not None
         assert dq is not None
-        dk, dv = _unpacked(travelling.wait())
+        assert dkv is not None
+        dk, dv = _unpacked(dkv.to(k.dtype))
         return dq.to(q.dtype), dk, dv, None, None
+
+
+def _packed_shape(k: torch.Tensor) -> tuple[int, ...]:
+    b, h, s, d = k.shape
+    return (2, b, s, h, d)

@@ -195,7 +195,7 @@ def _context(total: _Sum, model: LlamaShape, layout: ParallelismConfig, step: St
             cp_size=cp, batch=rows, kv_heads=kv_heads, local_length=local, head_dim=model.head_dim,
             element_size=step.element_size,
         )  # fmt: skip
-        sends = forwards * (cp - 1) + 2 * cp - 1
+        sends = forwards * (cp - 1) + 2 * cp - 3
         total.rows["send", "cp"] = (calls * sends, calls * (forwards * size["forward"] + size["backward"]))
         total.rows["recv", "cp"] = (calls * sends, 0)
         return

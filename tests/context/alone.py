@@ -39,12 +39,12 @@ class Place:
 
 
 class Rotation:
-    """``ring._Rotation`` without a wire: message n of a rank goes to message n of the next."""
+    """``ring._Rotation`` without a wire: message n of a rank goes to message n of the next, or of the one before."""
 
-    def __init__(self, tensor: torch.Tensor, group: Place) -> None:
+    def __init__(self, tensor: torch.Tensor, group: Place, back: bool = False) -> None:
         self.sent, self.group, self.number = tensor.contiguous(), group, group.sent
         group.sent += 1
-        group.mail[(group.rank() + 1) % group.size(), self.number].put(self.sent.clone())
+        group.mail[(group.rank() + (-1 if back else 1)) % group.size(), self.number].put(self.sent.clone())
 
     def wait(self) -> torch.Tensor:
         arrived = self.group.mail[self.group.rank(), self.number].get(timeout=TIMEOUT)
@@ -77,8 +77,8 @@ def ring_alone(
 
     ``lay_out`` makes of a rank's shard the same numbers in another order in memory.
     """
-    # n-1 rotations in forward and in backward, n of the gradients. Made here: a dict that grows is no place to meet.
-    mail: Mail = {(rank, number): Queue() for rank in range(cp_size) for number in range(3 * cp_size - 2)}
+    # n-1 rotations in forward, n-2 in backward, n-1 of the gradients. Made here: a dict that grows is no place to meet.
+    mail: Mail = {(rank, number): Queue() for rank in range(cp_size) for number in range(3 * cp_size - 4)}
     shares: list[list[torch.Tensor]] = [[] for _ in range(cp_size)]
     failures: list[BaseException] = []
 

@@ -96,12 +96,12 @@ def test_replicated_kv_heads_divide_by_cp_and_groups_stay_whole(heads: int, kv_h
 
 
 def test_byte_formulas_of_a_case_done_by_hand() -> None:
-    # K and V of 2 heads x 16 tokens x 8 dims: 512 elements. 3 rotations in bf16; of their gradients' 4 hops the first
-    # and the last are in bf16, the sums between in float32; with a mask only the last is not a sum.
+    # K and V of 2 heads x 16 tokens x 8 dims: 512 elements. 3 rotations in bf16, 2 in backward; of their gradients' 3
+    # hops the first is in bf16, the sums after it in float32; with a mask all are sums.
     sent = ring_bytes(cp_size=4, batch=1, kv_heads=2, local_length=16, head_dim=8, element_size=2)
-    assert sent == {"forward": 3 * 512 * 2, "backward": 3 * 512 * 2 + 2 * 512 * 2 + 2 * 512 * 4}
+    assert sent == {"forward": 3 * 512 * 2, "backward": 2 * 512 * 2 + 512 * 2 + 2 * 512 * 4}
     sent = ring_bytes(cp_size=4, batch=1, kv_heads=2, local_length=16, head_dim=8, element_size=2, masked=True)
-    assert sent["backward"] == 3 * 512 * 2 + 512 * 2 + 3 * 512 * 4
+    assert sent["backward"] == 2 * 512 * 2 + 3 * 512 * 4
     # 2 kv heads become 4; 8 + 4 + 4 heads go out, 8 come back, each rank keeps a quarter.
     sent = ulysses_bytes(cp_size=4, batch=1, heads=8, kv_heads=2, local_length=16, head_dim=8, element_size=2)
     assert sent == {"forward": 24 * 128 * 3 // 4 * 2, "backward": 24 * 128 * 3 // 4 * 2}

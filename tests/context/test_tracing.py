@@ -14,7 +14,7 @@ def test_a_step_of_64_ranks_traces_under_fake_tensors_with_the_calls_of_the_clos
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     n, layers = trace_fake.WORLD_SIZE, trace_fake.LAYERS
-    rotations = layers * ((n - 1) + (n - 1) + n)
+    rotations = layers * ((n - 1) + (n - 2) + (n - 1))
     exchanges = layers * 4
     assert json.loads(done.stdout) == {
         "ring": {"send": rotations, "recv_": rotations},
