@@ -42,9 +42,9 @@ class Inbox:
     """Where the other ranks' rows of one unit at a time arrive, from byte ``start`` on."""
 
     def __init__(self, start: int) -> None:
-        self.start, self.units = start, 0
+        self.start = start
         self.read = -1
-        """How many barriers there had been when it was last added up: with one more it is free on all ranks."""
+        """How many barriers there had been when it was last added up; with one more all ranks have done so."""
 
 
 class Reduction:
@@ -234,13 +234,15 @@ class Reducer:
 
 def _inboxes(units: list[Reduction], world: int) -> tuple[list[Inbox], int]:
     """One for each unit, shared by those of one size, and the bytes of all."""
-    plan, alike, found = Plan(), dict[int, list[Inbox]](), []
+    plan, alike, found = Plan(), dict[int, list[Inbox]](), list[Inbox]()
     for unit in units:
         shared = alike.setdefault(unit.row_bytes, [])
-        if len(shared) < INBOXES:
-            shared.append(Inbox(plan.add((world - 1) * unit.row_bytes, torch.uint8)))
-        found.append(min(shared, key=lambda inbox: inbox.units))
-        found[-1].units += 1
+        # One whose rows are just being added up would be waited for; a table comes long after the other.
+        free = [inbox for inbox in shared if inbox not in found[-1:]]
+        if not free and len(shared) < INBOXES:
+            free = [Inbox(plan.add((world - 1) * unit.row_bytes, torch.uint8))]
+            shared += free
+        found.append((free or shared)[0])
     return found, max(plan.size, ALIGNMENT)
 
 

@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 
 from ndbench.engines.bundled import BundledEngine
+from ndbench.engines.protocol import Batch
 from ndbench.measure.collectives import CollectiveRecorder, totals
 from ndbench.parallel import copy_engine, peer_memory
 from ndbench.parallel.mesh import build_mesh
+from ndbench.training import models
+from ndbench.training.models import build_model
 from tests.parity.cases import Case, batch
 from tests.parity.ranks import on_device
 
@@ -44,12 +47,13 @@ class FileMemory:
         dist.barrier(self.group)
 
 
-def trained(at: Case, folder: str, memory: str = "FileMemory") -> dict[str, Any]:
-    """Losses, norms, a checksum of the parameters, and the collectives of the last step."""
+def trained(at: Case, folder: str, memory: str = "FileMemory", change: str = "nothing") -> dict[str, Any]:
+    """Losses, norms, a checksum of the parameters, the collectives of the last step; ``change`` is one of CHANGES."""
     FileMemory.folder, FileMemory.made = folder, 0
     with (
         patch.object(copy_engine, "PeerMemory", globals()[memory]),
         patch.object(peer_memory, "why_not", lambda group: None),
+        patch.object(models, "build_model", partly_frozen if change == "frozen" else models.build_model),
     ):
         mesh = build_mesh(at.parallelism, "cpu")
         engine = BundledEngine(weight_jitter=at.weight_jitter)
@@ -57,6 +61,7 @@ def trained(at: Case, folder: str, memory: str = "FileMemory") -> dict[str, Any]
         results = []
         for step in range(at.steps):
             results.append(engine.step(batch(at, step, mesh.batch_rank, mesh.batch_size)))
+            CHANGES[change](engine, batch(at, step, mesh.batch_rank, mesh.batch_size))
         with CollectiveRecorder(mesh.axis_of_group) as recorder:
             results.append(engine.step(batch(at, at.steps, mesh.batch_rank, mesh.batch_size)))
         held = [p._local_tensor if hasattr(p, "_local_tensor") else p for p in engine.model.parameters()]  # type: ignore[union-attr]
@@ -69,6 +74,58 @@ def trained(at: Case, folder: str, memory: str = "FileMemory") -> dict[str, Any]
         }
         engine.close()
     return found
+
+
+def partly_frozen(*args: Any, **kwargs: Any) -> Any:
+    """Embedding, a whole block and a norm are not trained, so that backward ends before the first block."""
+    built = build_model(*args, **kwargs)
+    for name, parameter in built.model.named_parameters():
+        frozen = ("embed_tokens", "layers.0.", "layers.2.input_layernorm")
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    return built
+
+
+def scaled(engine: BundledEngine, batch: Batch) -> None:
+    """The weights change between steps, as when a checkpoint is loaded."""
+    with torch.no_grad():
+        for parameter in engine.training_state()[2]:
+            parameter.mul_(1.0625)
+
+
+def evaluated(engine: BundledEngine, batch: Batch) -> None:
+    """Everything is gathered outside of a step."""
+    step = engine.stepper
+    with torch.no_grad(), step.computing():
+        for labels, inputs in step.micro_batches(batch):
+            step.loss_sum(labels=labels, **inputs)
+
+
+CHANGES = {"nothing": lambda *_: None, "frozen": lambda *_: None, "scaled": scaled, "evaluated": evaluated}
+"""What differs from plain training, or comes between its steps."""
+
+
+def out_of_order(at: Case, folder: str) -> str:
+    """What is said when a block is asked for while the one whose memory it has to take still computes."""
+    FileMemory.folder, FileMemory.made = folder, 0
+    with (
+        patch.object(copy_engine, "PeerMemory", FileMemory),
+        patch.object(peer_memory, "why_not", lambda group: None),
+    ):
+        mesh = build_mesh(at.parallelism, "cpu")
+        engine = BundledEngine()
+        engine.build(at.model, at.training, mesh, torch.device("cpu"))
+        for step in range(at.steps):
+            engine.step(batch(at, step, mesh.batch_rank, mesh.batch_size))
+        blocks: Any = engine.model.model.layers  # type: ignore[union-attr]
+        assert engine._copy_engines is not None
+        with engine._copy_engines.step(engine._kind(batch(at, 0, mesh.batch_rank, mesh.batch_size))):
+            blocks[0].unshard()
+            blocks[1].unshard()
+            try:
+                blocks[2].unshard()
+            except RuntimeError as error:
+                return str(error)
+    return "nothing"
 
 
 class ForgetfulMemory(FileMemory):

@@ -49,6 +49,51 @@ def test_training_is_the_same_to_the_bit(name: str, micro: int | None, tmp_path:
     assert plain[0]["buffers"] == 0
 
 
+@pytest.mark.parametrize("change", ["frozen", "scaled", "evaluated"])
+@pytest.mark.parametrize("name", ["fsdp2", "kept"])
+def test_training_is_the_same_whatever_else_happens(name: str, change: str, tmp_path: Path) -> None:
+    _, options = LAYOUTS[name]
+    for folder in ("copies", "plain"):
+        (tmp_path / folder).mkdir()
+    copies = pool(2).run(tasks.trained, of(options, "copy_engine"), str(tmp_path / "copies"), "FileMemory", change)
+    plain = pool(2).run(tasks.trained, of(options, "nccl"), str(tmp_path / "plain"), "FileMemory", change)
+    for by_copies, by_gloo in zip(copies, plain, strict=True):
+        for what in ("losses", "norms", "parameters"):
+            assert by_copies[what] == by_gloo[what], what
+
+
+@pytest.mark.parametrize("options", [{"shard": 2}, {"shard": 2, "reshard_after_forward": False}])
+def test_rows_that_do_not_divide(options: dict[str, Any], tmp_path: Path) -> None:
+    """An odd number of rows, and norms of fewer elements than a copy engine's alignment."""
+    made = [
+        case(
+            layout(**options, fsdp_collectives=collectives),
+            llama(num_hidden_layers=3, vocab_size=133, intermediate_size=75),
+            training=training(precision="bf16", optimizer="adamw", learning_rate=0.01),
+            steps=WARM_UP_STEPS + 2,
+        )
+        for collectives in ("copy_engine", "nccl")
+    ]
+    copies, plain = (run(at, 2, tmp_path / str(index)) for index, at in enumerate(made))
+    for by_copies, by_gloo in zip(copies, plain, strict=True):
+        for what in ("losses", "norms", "parameters"):
+            assert by_copies[what] == by_gloo[what], what
+
+
+def test_float32_is_fetched_and_sent_as_it_is(tmp_path: Path) -> None:
+    both = [of({"shard": 2}, collectives, precision="fp32") for collectives in ("copy_engine", "nccl")]
+    copies, plain = (run(at, 2, tmp_path / str(index)) for index, at in enumerate(both))
+    assert copies[0]["losses"] == plain[0]["losses"]
+    assert copies[0]["parameters"] == plain[0]["parameters"]
+
+
+def test_a_block_that_is_asked_for_too_early_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "early").mkdir()
+    for said in pool(2).run(tasks.out_of_order, of({"shard": 2}, "copy_engine"), str(tmp_path / "early")):
+        assert "needs blocks that compute one after another" in said
+        assert "take nccl" in said
+
+
 def test_more_ranks_sum_in_their_order(tmp_path: Path) -> None:
     """Of four ranks the order of a float32 sum shows in the last bits, and a wrong row in the first."""
     copies = run(of({"shard": 4}, "copy_engine"), 4, tmp_path / "copies")
