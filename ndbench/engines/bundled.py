@@ -91,8 +91,9 @@ class BundledEngine:
         if training.precision == "fp8":
             low = float8.float8_for(device, self.fp8)
             reasons += float8.float8_refusals(built.model, built.blocks, mesh.config, plan)
-        if mesh.config.fsdp_collectives == "copy_engine" and mesh.fsdp.size() > 1:
-            reasons += [f"fsdp_collectives=copy_engine: {why}" for why in (why_not(mesh.fsdp.get_group()),) if why]
+        if mesh.config.data_collectives == "copy_engine" and mesh.batch.size() * mesh.cp.size() > 1:
+            group = mesh.fsdp.get_group() if mesh.fsdp.size() > 1 else mesh.world["dp_replicate"].get_group()
+            reasons += [f"data_collectives=copy_engine: {why}" for why in (why_not(group),) if why]
         ungraphed = graph_refusals(training, mesh.config, device.type)
         if training.cuda_graphs:
             reasons += ungraphed

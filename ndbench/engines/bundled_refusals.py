@@ -101,8 +101,8 @@ def _refuse_float8(cell: Cell, recipe: str) -> list[str]:
 
 
 def _refuse_copy_engine(parallelism: ParallelismConfig, device: str) -> list[str]:
-    if parallelism.fsdp_collectives == "copy_engine" and device == "cpu":
-        return ["parallelism.fsdp_collectives=copy_engine needs GPUs; hardware.device is cpu"]
+    if parallelism.data_collectives == "copy_engine" and device == "cpu":
+        return ["parallelism.data_collectives=copy_engine needs GPUs; hardware.device is cpu"]
     return []
 
 

@@ -98,7 +98,7 @@ def memory_parts(cell: Cell) -> dict[str, int] | None:
         optimizer    8 P / (t s) for AdamW, 4 with momentum, else 0
         gathered     b / t x (embedding and lm_head, and two blocks and kept_blocks; all blocks without
                      reshard_after_forward)
-        copies       instead of gathered where s = 1: b P / t, none in float32; with fsdp_collectives=copy_engine
+        copies       instead of gathered where s = 1: b P / t, none in float32; with data_collectives=copy_engine
                      b P / (t s) of the blocks that are freed after forward
         activations  b T x (10 H / r + (3 A + 3 K + 4 I) / t) a layer; compiled blocks and selective checkpointing:
                      (2 H / r + (2 A + 2 K + 3 I) / t); full checkpointing: H / r a layer, and one whole layer
@@ -123,7 +123,7 @@ def memory_parts(cell: Cell) -> dict[str, int] | None:
     gathered = width / tp * (ends + blocks * (shape.layer_matrices + shape.layer_vectors))
     unsharded = fsdp == 1 and not layout.cpu_offload
     copies = width * owned if unsharded and width < MASTER_BYTES else 0.0
-    if fsdp > 1 and layout.fsdp_collectives == "copy_engine" and layout.reshard_after_forward:
+    if fsdp > 1 and layout.data_collectives == "copy_engine" and layout.reshard_after_forward:
         freed = max(shape.layers - layout.kept_blocks, 0)
         copies = width * freed * (shape.layer_matrices + shape.layer_vectors) / (tp * fsdp)
 

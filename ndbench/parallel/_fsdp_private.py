@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 TRIED_TORCH = ("2.11.0", "2.13.0", "2.14.1")
 
@@ -66,11 +67,13 @@ class Unit:
         on: Callable[[], bool],
         start: Callable[[], Any],
         wait: Callable[[Any], None],
+        claim: Callable[[], None],
         release: Callable[[], None],
     ) -> None:
         """While ``on()``: ``start`` begins to gather and returns what ``wait`` is given before the unit computes.
 
-        ``release`` is called whenever the unit has computed and is sharded again.
+        Whoever gathers: ``claim`` is called before it is written where the unit computes, ``release`` whenever it has
+        computed and is sharded again.
         """
         group = self._group
         by_nccl, wait_for_nccl, reshard = group.unshard, group.wait_for_unshard, group.reshard
@@ -79,12 +82,15 @@ class Unit:
             if not on():
                 by_nccl(async_op)
             elif group._all_gather_result is None and not group.is_unsharded:
+                claim()
                 group._all_gather_result = SimpleNamespace(
                     gathered=start(), all_gather_event=None, all_gather_work=None
                 )
 
         def wait_for_unshard() -> None:
             if not hasattr(group._all_gather_result, "gathered"):
+                if group._all_gather_result is not None:
+                    claim()
                 wait_for_nccl()
                 return
             wait(group._all_gather_result.gathered)
@@ -99,21 +105,47 @@ class Unit:
 
         group.unshard, group.wait_for_unshard, group.reshard = unshard, wait_for_unshard, reshard_and_release
 
+    def drop(self) -> bool:
+        """Forget a gather that nobody has waited for: FSDP fetches ahead what a frozen unit never asks for."""
+        waiting = self._group._all_gather_result is not None and not self._group.is_unsharded
+        if waiting:
+            self._group._all_gather_result = None
+        return waiting
 
-class OwnStreams:
-    """The streams that FSDP of ``model`` gathers and reduces on."""
+
+class Root:
+    """What the units of ``model`` share."""
 
     def __init__(self, model: nn.Module) -> None:
         assert isinstance(model, FSDPModule)
-        self._state = model._get_fsdp_state()
+        self._state: Any = model._get_fsdp_state()
 
     def join(self) -> None:
-        """Have the current stream wait for them: a forward has them wait for it, which a CUDA graph must see end."""
-        context: Any = self._state._comm_ctx
+        """Have the current stream wait for FSDP's: a forward has them wait for it, which a CUDA graph must see end."""
         for name in ("all_gather_copy_in_stream", "all_gather_stream"):
-            stream = getattr(context, name, None)
+            stream = getattr(self._state._comm_ctx, name, None)
             if isinstance(stream, torch.cuda.Stream):
                 torch.cuda.current_stream().wait_stream(stream)
+
+    def reset(self) -> None:
+        """Between steps: all units are sharded and idle, whatever a step that broke off has left of itself."""
+        shared, communication = self._state._state_ctx, self._state._comm_ctx
+        if self._state._is_root is None:
+            return  # there was no step
+        communication.all_gather_state = None
+        communication.post_forward_order.clear()
+        shared.iter_forward_root, shared.post_backward_final_callback_queued = None, False
+        for state in shared.all_states:
+            state._modules_to_run_forward.clear()
+            state._training_state = TrainingState.IDLE
+            group = state._fsdp_param_group
+            if group is None:
+                continue
+            group._all_gather_result, group._training_state = None, TrainingState.IDLE
+            group._post_forward_indices.clear()
+            group._to_sharded()
+            for each in group.fsdp_params:
+                each.unsharded_accumulated_grad = each._unsharded_param.grad = None
 
 
 def _nothing() -> None:

@@ -13,12 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._C import _len_torch_dispatch_stack
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-__all__ = ["AllGather", "ReduceScatter"]
-"""What FSDP2 gathers and reduces with: ``set_custom_all_gather`` and ``set_custom_reduce_scatter`` are public."""
-
-TRIED_TORCH = ("2.11.0", "2.13.0")
+TRIED_TORCH = ("2.11.0", "2.13.0", "2.14.1")
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -37,12 +33,6 @@ def group_name(group: dist.ProcessGroup) -> str:
     """The name under which the functional collectives find ``group``."""
     name: str = group.group_name
     return name
-
-
-def group_named(name: str) -> dist.ProcessGroup:
-    """The group that :func:`group_name` names, while it lives."""
-    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
-    return group
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

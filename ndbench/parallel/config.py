@@ -17,7 +17,7 @@ from ndbench.parallel.context import refuse_context
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the slowest to the fastest varying rank index."""
 
-FSDP_COLLECTIVES = ("nccl", "copy_engine")
+DATA_COLLECTIVES = ("nccl", "copy_engine")
 CHECKPOINTING_MODES = ("none", "full", "selective")
 """Activation checkpointing: keep everything, a block's input only, or that and what is dear to compute again."""
 
@@ -83,9 +83,9 @@ class ParallelismConfig:
     """FSDP: free a block's gathered parameters between forward and backward (less memory, one more all-gather)."""
     kept_blocks: int = 0
     """FSDP: so many of the last blocks stay gathered all the same, to spend the memory there is."""
-    fsdp_collectives: str = "nccl"
-    """FSDP: blocks are gathered and reduced by ``nccl``, or by the ``copy_engine`` of GPUs that share a host: no
-    multiprocessor is taken from the computation."""
+    data_collectives: str = "nccl"
+    """DP and FSDP: parameters are gathered and gradients summed by ``nccl``, or by the ``copy_engine`` of GPUs that
+    share a host: no multiprocessor is taken from the computation."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     sequence_parallel: bool = True
@@ -185,12 +185,12 @@ class ParallelismConfig:
         ]
 
     def _refuse_fsdp(self) -> list[str]:
-        if self.fsdp_collectives not in FSDP_COLLECTIVES:
-            return [f"fsdp_collectives '{self.fsdp_collectives}' is not known; known: {', '.join(FSDP_COLLECTIVES)}"]
+        if self.data_collectives not in DATA_COLLECTIVES:
+            return [f"data_collectives '{self.data_collectives}' is not known; known: {', '.join(DATA_COLLECTIVES)}"]
         if self.kept_blocks < 0:
             return [f"kept_blocks is {self.kept_blocks}, it must be at least 0"]
-        if self.fsdp_collectives == "copy_engine" and self.cpu_offload:
-            return ["fsdp_collectives=copy_engine keeps buffers on the GPU; with cpu_offload=true take nccl"]
+        if self.data_collectives == "copy_engine" and self.cpu_offload:
+            return ["data_collectives=copy_engine keeps buffers on the GPU; with cpu_offload=true take nccl"]
         return []
 
     def _refuse_batch(self, training: StepShape) -> list[str]:

@@ -78,6 +78,10 @@ class Gradients:
         for parameters in self.held.arrivals(self.parameters):
             there: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
             for p in parameters:
+                known = self.held.norm_of(p)
+                if known is not None:
+                    norms[id(p)] = known
+                    continue
                 grad = self.held.of(p)
                 if grad is not None and grad.numel():
                     there.setdefault(grad.dtype, []).append((id(p), grad))

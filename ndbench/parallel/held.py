@@ -36,6 +36,10 @@ class Held:
         """This rank's part of the gradient, reduced, in the dtype it is held in; None where backward left none."""
         return None if parameter.grad is None else local_tensor(parameter.grad)
 
+    def norm_of(self, parameter: nn.Parameter) -> torch.Tensor | None:  # noqa: ARG002
+        """Euclidean norm of what :meth:`of` returns, a float32 scalar, where it is known without reading that."""
+        return None
+
     def put(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Replace the gradient by ``value``, in the parameter's dtype."""
         have = self.of(parameter)

@@ -14,14 +14,15 @@ from torch import nn
 
 from ndbench.parallel.attention import configure
 from ndbench.parallel.checkpointing import apply_checkpointing
-from ndbench.parallel.copy_engine import CopyEngines
+from ndbench.parallel.copies import Copies
+from ndbench.parallel.copy_engine import CopyEngines, replicate_by_copies, shard_by_copies
 from ndbench.parallel.data import apply_fully_shard
 from ndbench.parallel.float8 import Float8, apply_float8, compile_options
 from ndbench.parallel.held import Held, HeldAsComputed
 from ndbench.parallel.initialize import Weights, fill, materialize
 from ndbench.parallel.mesh import Mesh
 from ndbench.parallel.plan import TensorPlan
-from ndbench.parallel.precision import ComputeCopies, Copies
+from ndbench.parallel.precision import ComputeCopies
 from ndbench.parallel.replicate import HeldInBuckets
 from ndbench.parallel.tensor import apply_tensor_parallel
 
@@ -113,31 +114,29 @@ def parallelize(
     materialize(model, device, torch.device("cpu") if mesh.config.cpu_offload else device)
     fill(model, weights)
 
-    # 6. FSDP casts what it gathers and reduces gradients; without it the parameters get copies to compute with, and
-    #    replicas sum their gradients in buckets.
-    if sharded and (mesh.config.fsdp_collectives == "nccl" or mesh.fsdp.size() == 1):
-        return Parallel(model, Held(model), partial, fully_sharded=True)
-    if sharded:
-        engines = _copy_engines(model, units, mesh, device, technique, fused)
+    # 6. FSDP casts what it gathers and reduces gradients, unless copies between GPUs do both. Without it the parameters
+    #    get copies to compute with, and replicas sum their gradients in buckets, or by copies too.
+    by_copies = mesh.config.data_collectives == "copy_engine"
+    # Several micro-batches are added up in float32, which then is what travels.
+    low = technique.param_dtype or torch.float32
+    of_gradients = torch.float32 if technique.accumulates else low
+    replicas = mesh.world["dp_replicate"].get_group() if mesh.config.dp_replicate_size > 1 else None
+    if sharded and by_copies and mesh.fsdp.size() > 1:
+        group = mesh.fsdp.get_group()
+        engines = shard_by_copies(model, units, group, replicas, low, of_gradients, device, fused)
         return Parallel(model, engines.held, partial, True, engines.shards, engines)
+    if sharded:
+        return Parallel(model, Held(model), partial, fully_sharded=True)
     copies = None if technique.param_dtype is None else ComputeCopies(model, technique.param_dtype)
     leaves = [(p, p) for p in model.parameters() if p.requires_grad] if copies is None else copies.leaves
-    if mesh.config.dp_replicate_size > 1:
-        held: Held = HeldInBuckets(model, leaves, blocks, mesh.world["dp_replicate"].get_group())
+    if replicas is not None and by_copies:
+        engines = replicate_by_copies(model, leaves, blocks, replicas, of_gradients, device, fused)
+        return Parallel(model, engines.held, partial, copies=copies, copy_engines=engines)
+    if replicas is not None:
+        held: Held = HeldInBuckets(model, leaves, blocks, replicas)
     else:
         held = Held(model) if copies is None else HeldAsComputed(model, leaves)
     return Parallel(model, held, partial, copies=copies)
-
-
-def _copy_engines(
-    model: nn.Module, units: list[nn.Module], mesh: Mesh, device: torch.device, technique: Technique, fused: bool
-) -> CopyEngines:
-    """Gather and reduce the ``units`` of FSDP by copies."""
-    replicas = mesh.world["dp_replicate"].get_group() if mesh.config.dp_replicate_size > 1 else None
-    dtype = technique.param_dtype or torch.float32
-    # Several micro-batches are added up in float32, which then is what travels.
-    of_gradients = torch.float32 if technique.accumulates else dtype
-    return CopyEngines(model, units, mesh.fsdp.get_group(), replicas, dtype, of_gradients, device, fused)
 
 
 def _norms_outside(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:

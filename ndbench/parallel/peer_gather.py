@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from ndbench.parallel._fsdp_private import ShardedParameter, Unit
+from ndbench.parallel._fsdp_private import Root, ShardedParameter, Unit
 from ndbench.parallel._torch_private import local_tensor
-from ndbench.parallel.peer_memory import GATHER, Lane, PeerMemory, Plan, Switch, mark, wait
-from ndbench.parallel.precision import Copies
+from ndbench.parallel.copies import Copies
+from ndbench.parallel.peer_memory import GATHER, Lane, Offsets, PeerMemory, Switch, mark, wait
 
 SLOTS = 2
 """Units that are freed after forward share this much memory: one computes while the next is fetched."""
@@ -30,7 +30,7 @@ class Slot:
         self.forget()
 
     def forget(self) -> None:
-        self.holds: object | None = None
+        self.holds: Published | None = None
         """The unit that is fetched or computed with."""
         self.left: torch.cuda.Event | None = None
 
@@ -49,7 +49,7 @@ class Published:
         """A unit with memory of its own is fetched once a step."""
         self._starts: list[int] = []
 
-    def plan(self, plan: Plan, world: int) -> None:
+    def plan(self, plan: Offsets, world: int) -> None:
         """Ask for the memory that others see: of all shards where it is the unit's own, else of this rank's."""
         ranks = world if self.slot is None else 1
         self._starts = [plan.add(ranks * each.padded, self.dtype) for each in self.unit.parameters]
@@ -83,6 +83,7 @@ class PeerShards(Copies):
 
     def __init__(
         self,
+        root: Root,
         units: Sequence[Unit],
         group: dist.ProcessGroup,
         dtype: torch.dtype,
@@ -90,7 +91,7 @@ class PeerShards(Copies):
         switch: Switch,
         memory: type[PeerMemory],
     ) -> None:
-        self._device, self.lane, plan = device, Lane(device), Plan()
+        self._root, self._device, self.lane, plan = root, device, Lane(device), Offsets()
         self._slots: list[Slot] = []
         self._begun = False
         self._units = [Published(unit, self._slot_for(unit, group.size(), dtype), dtype) for unit in units]
@@ -108,14 +109,22 @@ class PeerShards(Copies):
     def start(self) -> None:
         """Before a step that gathers by copies, on all ranks: shards are those of the parameters as they are now."""
         self.refresh()
-        for slot in self._slots:
-            slot.forget()
-        for each in self._units:
-            each.fetched = False
         with self.lane.after_current():
             self._memory.barrier(GATHER)
         wait(self.lane.mark())
+
+    def forget(self) -> None:
+        """Between steps: nothing is fetched, whatever a step that broke off, or a capture, has left of itself."""
+        self._root.reset()
         self._begun = False
+        for slot in self._slots:
+            slot.forget()
+        for each in self._units:
+            each.arrived, each.fetched = None, False
+
+    def join(self) -> None:
+        """The current stream goes on after FSDP's."""
+        self._root.join()
 
     def _slot_for(self, unit: Unit, world: int, dtype: torch.dtype) -> Slot | None:
         if not unit.freed_after_forward:
@@ -133,14 +142,17 @@ class PeerShards(Copies):
     def _gather_by_copies(self, published: Published, switch: Switch) -> None:
         slot = published.slot
 
+        def claim() -> None:
+            if slot is None or slot.holds is published:
+                return
+            if slot.holds is not None and not slot.holds.unit.drop():
+                raise RuntimeError(
+                    "data_collectives=copy_engine needs blocks that compute one after another, each once:"
+                    " a block is asked for while the one before the last still computes; take nccl"
+                )
+            slot.holds = published
+
         def start() -> torch.cuda.Event | None:
-            if slot is not None:
-                if slot.holds is not None:
-                    raise RuntimeError(
-                        "fsdp_collectives=copy_engine needs blocks that compute one after another, each once:"
-                        " a block is asked for while the one before the last still computes; take nccl"
-                    )
-                slot.holds = published
             if not published.fetched:
                 # The first of a step comes after what was before the step, whatever it is: a CUDA graph begins there.
                 after = mark(self._device) if not self._begun else None if slot is None else slot.left
@@ -156,4 +168,4 @@ class PeerShards(Copies):
             if slot is not None and slot.holds is published:
                 slot.holds, slot.left = None, mark(self._device)
 
-        published.unit.gather_by(lambda: switch.on, start, wait, release)
+        published.unit.gather_by(lambda: switch.on, start, wait, claim, release)

@@ -55,7 +55,7 @@ class PeerMemory:
         self._handle.barrier(channel=channel)
 
 
-class Plan:
+class Offsets:
     """Pieces of memory, one after another."""
 
     def __init__(self) -> None:

@@ -1,24 +1,25 @@
-"""FSDP's reduce-scatter by copies between GPUs: each rank sends the others their rows of its gradients.
+"""Gradients summed by copies between GPUs: each rank sends the others those rows of its gradients that they own.
 
 Gradients travel in the dtype they were computed in, straight from where backward left them, and are summed in float32
-by whom they belong to, in the order of the ranks: half of the bytes of a float32 reduce-scatter of bfloat16 gradients,
-with the same sums. It knows nothing of how parameters are gathered.
+by whom they belong to, in the order of the ranks: half of the bytes of float32 sums of bfloat16 gradients, and the same
+sums. Of FSDP a rank owns its shard, of replicas all. It knows nothing of how parameters are gathered.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch._dynamo.config as dynamo
 import torch.distributed as dist
 from torch import nn
 
-from ndbench.parallel._fsdp_private import OwnStreams, ShardedParameter, rows_of
+from ndbench.parallel._fsdp_private import ShardedParameter, rows_of
 from ndbench.parallel._torch_private import local_tensor
-from ndbench.parallel.held import Held, placed_like, taken
-from ndbench.parallel.peer_memory import ALIGNMENT, SCATTER, Lane, PeerMemory, Plan, Switch, mark, wait
-from ndbench.parallel.precision import Copies
+from ndbench.parallel.held import taken
+from ndbench.parallel.peer_memory import ALIGNMENT, SCATTER, Lane, Offsets, PeerMemory, Switch, mark, wait
 
 INBOXES = 2
 """Of blocks, which share them: one fills while the other is added up."""
@@ -26,16 +27,31 @@ SENDING = 2
 """Units whose gradients are kept until they are sent; whoever computes waits for the one before."""
 
 
+@dataclass(frozen=True)
 class Rows:
-    """What one parameter's gradient is on each rank. Plain numbers: see :meth:`Reducer.listen`."""
+    """Who owns what of one parameter's gradient. Plain numbers: see :meth:`Reducer.listen`."""
 
-    def __init__(self, of: ShardedParameter) -> None:
-        self.padded, self.whole = of.padded, of.whole
-        self.shape = local_tensor(of.parameter).shape
-        """Of this rank's part."""
+    whole: int
+    """Elements of the gradient that backward leaves."""
+    padded: int
+    """Elements that the fullest rank owns."""
+    shape: torch.Size
+    """Of what this rank owns."""
+    replicated: bool = False
+    """Every rank owns all of it."""
 
-    def rows_of(self, rank: int) -> tuple[int, int]:
-        return rows_of(rank, self.padded, self.whole)
+    @classmethod
+    def of_shard(cls, of: ShardedParameter) -> Rows:
+        return cls(of.whole, of.padded, local_tensor(of.parameter).shape)
+
+    @classmethod
+    def of_replica(cls, parameter: nn.Parameter) -> Rows:
+        shape = local_tensor(parameter).shape
+        return cls(shape.numel(), shape.numel(), shape, replicated=True)
+
+    def of(self, rank: int) -> tuple[int, int]:
+        """The first element that ``rank`` owns, and how many."""
+        return (0, self.whole) if self.replicated else rows_of(rank, self.padded, self.whole)
 
 
 class Inbox:
@@ -52,7 +68,8 @@ class Reduction:
 
     def __init__(self, parameters: Iterable[Rows], dtype: torch.dtype) -> None:
         self.parameters = list(parameters)
-        one_rank, sums = Plan(), Plan()
+        self.indices = range(len(self.parameters))
+        one_rank, sums = Offsets(), Offsets()
         self.starts = [one_rank.add(each.padded, dtype) for each in self.parameters]
         self.places = [sums.add(each.shape.numel(), torch.float32) for each in self.parameters]
         self.row_bytes, self.sum_bytes = one_rank.size, sums.size
@@ -63,6 +80,10 @@ class Reduction:
         """What backward has left so far, by index."""
         self.arrived: set[int] = set()
         self.sum: torch.Tensor | None = None
+        self.norms: dict[int, torch.Tensor] = {}
+        """Of what is in ``sum``, by index, where they came with the sums."""
+        self.added: torch.cuda.Event | None = None
+        """What was sent is sent, and what came is added up."""
         self.done: torch.cuda.Event | None = None
         self.waited = False
 
@@ -76,7 +97,7 @@ class Reducer:
     """Sums the gradients of ``units`` over ``group``, then over ``replicas``, in this order on all ranks.
 
     Made by all ranks together. It works while ``switch`` is on; what backward leaves out counts as zeros.
-    ``gathering`` is where this rank fetches parameters.
+    ``gathering`` is where this rank fetches parameters, if others write what it fetches.
     """
 
     def __init__(
@@ -88,16 +109,23 @@ class Reducer:
         device: torch.device,
         fused: bool,
         switch: Switch,
-        gathering: Lane,
+        gathering: Lane | None,
         memory: type[PeerMemory],
     ) -> None:
         self._units = [Reduction(each, dtype) for each in units]
-        self._switch, self._gathering, self._replicas = switch, gathering, replicas
-        self._dtype, self._device, self._lane, self._barriers = dtype, device, Lane(device), 0
-        self._add_up = torch.compile(_add_up, dynamic=False) if fused else _add_up
+        self._switch, self._gathering, self._group, self._replicas = switch, gathering, group, replicas
+        self._dtype, self._device, self._lane, self._of_replicas = dtype, device, Lane(device), Lane(device)
+        # As NCCL has it: a replica counts what backward left out as zeros, FSDP has no gradient there.
+        self._ever = [{i for i in unit.indices if unit.parameters[i].replicated} for unit in self._units]
+        """What is waited for: whatever backward left a gradient for in steps that others took."""
+        self._agreed = False
+        self._add_up = torch.compile(_add_up_with_norms, dynamic=False) if fused else _add_up
         self._inboxes, size = _inboxes(self._units, group.size())
         self._memory = memory(size, group, device)
         self.forget()
+        if fused:
+            # One function for all structures, compiled for each.
+            dynamo.recompile_limit = max(dynamo.recompile_limit, 2 * len({each.sum_bytes for each in self._units}) + 8)
         self._rehearse()
 
     def listen(self, unit: int, index: int, leaf: nn.Parameter) -> None:
@@ -109,11 +137,21 @@ class Reducer:
             functools.partial(self._take, unit, index)
         )
 
+    def start(self) -> None:
+        """Before a step that reduces by copies, on all ranks: no rank still reads what the others sent it."""
+        self._agree()
+        with self._lane.after_current():
+            self._memory.barrier(SCATTER)
+        wait(self._lane.mark())
+
     def forget(self) -> None:
         for unit in self._units:
             unit.forget()
-        self.begun = self._finished = False
-        self._next, self._last = 0, True
+        for inbox in self._inboxes:
+            inbox.read = -1
+        self.begun = self.finished = False
+        self._next, self._last, self._barriers = 0, True, 0
+        self._settled: torch.cuda.Event | None = None
         self._sending: list[Reduction] = []
 
     def expect(self, last: bool) -> None:
@@ -123,57 +161,89 @@ class Reducer:
         for unit in self._units:
             unit.arrived.clear()
 
-    def of(self, unit: int, index: int) -> torch.Tensor:
-        """This rank's part of a gradient, summed. The first call reduces what backward has left out."""
+    def of(self, unit: int, index: int) -> torch.Tensor | None:
+        """This rank's part of a gradient, summed; None where no step ever had one.
+
+        The first call reduces what backward has left out; whoever asks for the last unit's waits for all of it.
+        """
         self._finish()
         reduction = self._units[unit]
         if not reduction.waited:
             reduction.waited = True
             wait(reduction.done)
-        return reduction.view(index)
+            if reduction is self._units[-1]:
+                wait(self._settled)
+        return reduction.view(index) if index in self._ever[unit] else None
+
+    def norm_of(self, unit: int, index: int) -> torch.Tensor | None:
+        """Of :meth:`of`, where it came with the sums."""
+        self.of(unit, index)
+        return self._units[unit].norms.get(index)
+
+    def changed(self, unit: int, index: int) -> None:
+        """The gradient is no longer what was added up."""
+        self._units[unit].norms.pop(index, None)
 
     def _take(self, unit: int, index: int, leaf: torch.Tensor) -> None:
         if not self._switch.on:
+            self._ever[unit].add(index)
+            self._agreed = False
             if leaf.grad is not None:
                 local_tensor(leaf.grad).contiguous()  # the kernel is loaded, if it takes one
             return
+        if index not in self._ever[unit]:
+            raise RuntimeError(
+                "data_collectives=copy_engine: a parameter has its first gradient after steps in which it had none;"
+                " take nccl"
+            )
         reduction, gradient = self._units[unit], taken(leaf)
         before = reduction.there.get(index)
         reduction.there[index] = gradient if before is None else before.to(torch.float32).add_(gradient)
         reduction.arrived.add(index)
         self.begun = True
-        while self._last and self._next < len(self._units) and self._complete(self._units[self._next]):
+        while self._last and self._next < len(self._units) and self._complete(self._next):
             self._reduce_next()
 
-    @staticmethod
-    def _complete(reduction: Reduction) -> bool:
-        return len(reduction.arrived) == len(reduction.parameters)
+    def _complete(self, unit: int) -> bool:
+        return self._units[unit].arrived >= self._ever[unit]
+
+    def _agree(self) -> None:
+        """On which parameters have gradients: what backward leaves out on one rank comes from another."""
+        if self._agreed:
+            return
+        flags = [float(i in ever) for ever, unit in zip(self._ever, self._units, strict=True) for i in unit.indices]
+        told = torch.tensor(flags, device=self._device)
+        for group in (self._group, self._replicas):
+            if group is not None:
+                dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+        there = iter(told.tolist())
+        self._ever = [{index for index in unit.indices if next(there)} for unit in self._units]
+        self._agreed = True
 
     def _finish(self) -> None:
-        if self._finished:
+        if self.finished:
             return
         while self._next < len(self._units):
             self._reduce_next()
-        self._finished = True
+        self.finished = True
         # What comes next writes the shards that others fetch: on no rank is anything still to be fetched.
-        fetched = self._gathering.mark()
+        fetched = None if self._gathering is None else self._gathering.mark()
         with self._lane.after_current():
             wait(fetched)
             self._barrier()
-        wait(self._lane.mark())
-        self._sending.clear()
+        self._settled = self._lane.mark()
 
     @torch.no_grad()
     def _reduce_next(self) -> None:
-        unit, inbox = self._units[self._next], self._inboxes[self._next]
+        unit, inbox, ever = self._units[self._next], self._inboxes[self._next], self._ever[self._next]
         self._next += 1
         while len(self._sending) >= SENDING:
             before = self._sending.pop(0)
-            wait(before.done)
+            wait(before.added)
             before.there.clear()
         self._sending.append(unit)
-        for index, each in enumerate(unit.parameters):
-            gradient = unit.there.get(index)
+        for index in sorted(ever):
+            each, gradient = unit.parameters[index], unit.there.get(index)
             if gradient is None:
                 gradient = torch.zeros(each.whole, dtype=self._dtype, device=self._device)
             unit.there[index] = gradient.to(self._dtype).contiguous().view(-1)
@@ -186,32 +256,36 @@ class Reducer:
             self._barrier()
             self._sum(unit, inbox)
             inbox.read = self._barriers
-            if self._replicas is not None:
+            unit.added = unit.done = mark(self._device)
+        if self._replicas is not None:
+            with self._of_replicas.after(unit.added):
                 dist.all_reduce(unit.sum, group=self._replicas)
-            unit.done = mark(self._device)
+                unit.norms.clear()
+                unit.done = mark(self._device)
 
     def _send(self, unit: Reduction, inbox: Inbox) -> None:
         memory = self._memory
         for step in range(1, memory.world):
             peer = (memory.rank + step) % memory.world
             row = memory.rank if memory.rank < peer else memory.rank - 1
-            for index, each in enumerate(unit.parameters):
-                first, count = each.rows_of(peer)
+            for index in sorted(unit.there):
+                first, count = unit.parameters[index].of(peer)
                 if count:
                     start = inbox.start + row * unit.row_bytes + unit.starts[index]
                     memory.of(peer, start, count, self._dtype).copy_(unit.there[index].narrow(0, first, count))
 
     def _sum(self, unit: Reduction, inbox: Inbox) -> None:
-        memory, sums, parts = self._memory, list[torch.Tensor](), list[list[torch.Tensor]]()
-        for index, each in enumerate(unit.parameters):
-            first, count = each.rows_of(memory.rank)
+        memory, sums, parts, there = self._memory, list[torch.Tensor](), list[list[torch.Tensor]](), list[int]()
+        for index in sorted(unit.there):
+            first, count = unit.parameters[index].of(memory.rank)
             if count:
                 starts = [inbox.start + row * unit.row_bytes + unit.starts[index] for row in range(memory.world - 1)]
                 of_ranks = [memory.of(memory.rank, start, count, self._dtype) for start in starts]
                 of_ranks.insert(memory.rank, unit.there[index].narrow(0, first, count))
                 parts.append(of_ranks)
                 sums.append(unit.view(index).view(-1))
-        self._add_up(sums, parts)
+                there.append(index)
+        unit.norms = dict(zip(there, self._add_up(sums, parts), strict=False))
 
     def _barrier(self) -> None:
         self._memory.barrier(SCATTER)
@@ -234,7 +308,7 @@ class Reducer:
 
 def _inboxes(units: list[Reduction], world: int) -> tuple[list[Inbox], int]:
     """One for each unit, shared by those of one size, and the bytes of all."""
-    plan, alike, found = Plan(), dict[int, list[Inbox]](), list[Inbox]()
+    plan, alike, found = Offsets(), dict[int, list[Inbox]](), list[Inbox]()
     for unit in units:
         shared = alike.setdefault(unit.row_bytes, [])
         # One whose rows are just being added up would be waited for; a table comes long after the other.
@@ -246,52 +320,24 @@ def _inboxes(units: list[Reduction], world: int) -> tuple[list[Inbox], int]:
     return found, max(plan.size, ALIGNMENT)
 
 
-def _add_up(sums: list[torch.Tensor], parts: list[list[torch.Tensor]]) -> None:
+def _add_up(sums: list[torch.Tensor], parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     for out, of_ranks in zip(sums, parts, strict=True):
-        total = of_ranks[0].float()
-        for part in of_ranks[1:]:
-            total = total + part.float()
+        out.copy_(_total(of_ranks))
+    return []
+
+
+def _add_up_with_norms(sums: list[torch.Tensor], parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """:func:`_add_up`, and the Euclidean norm of each: compiled, nothing is read twice."""
+    norms = []
+    for out, of_ranks in zip(sums, parts, strict=True):
+        total = _total(of_ranks)
         out.copy_(total)
+        norms.append(total.square().sum().sqrt())
+    return norms
 
 
-class HeldByOwners(Held):
-    """Gradients in ``reducer`` after a step that it took, else on the parameters, where FSDP reduces them to.
-
-    ``units`` are its parameters, in its order; ``published`` is what the step computes with.
-    """
-
-    def __init__(
-        self, model: nn.Module, reducer: Reducer, units: Sequence[Sequence[nn.Parameter]], published: Copies
-    ) -> None:
-        super().__init__(model)
-        self._streams, self._published = OwnStreams(model), published
-        self._reducer, self._units = reducer, [list(unit) for unit in units]
-        self._places = {id(p): (unit, index) for unit, ps in enumerate(self._units) for index, p in enumerate(ps)}
-
-    def expect(self, last: bool) -> None:
-        super().expect(last)
-        self._published.used()
-        self._reducer.expect(last)
-
-    def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        if not self._reducer.begun or id(parameter) not in self._places:
-            return super().of(parameter)
-        self._streams.join()
-        return self._reducer.of(*self._places[id(parameter)])
-
-    def arrivals(self, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-        wanted = {id(parameter): parameter for parameter in parameters}
-        groups = [[wanted.pop(id(p)) for p in unit if id(p) in wanted] for unit in self._units]
-        return [group for group in (*groups, list(wanted.values())) if group]
-
-    def settle(self) -> None:
-        if self._reducer.begun:
-            for parameter in (parameter for unit in self._units for parameter in unit):
-                gradient = self.of(parameter)
-                assert gradient is not None, "what backward leaves out is zeros"
-                parameter.grad = placed_like(parameter, gradient.to(parameter.dtype))
-            self._reducer.forget()
-
-    def forget(self) -> None:
-        super().forget()
-        self._reducer.forget()
+def _total(of_ranks: list[torch.Tensor]) -> torch.Tensor:
+    total = of_ranks[0].float()
+    for part in of_ranks[1:]:
+        total = total + part.float()
+    return total

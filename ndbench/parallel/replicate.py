@@ -17,6 +17,7 @@ from torch import nn
 
 from ndbench.parallel._torch_private import local_tensor
 from ndbench.parallel.held import Held, Leaves, placed_like, taken
+from ndbench.parallel.peer_memory import Switch
 
 ALIGNMENT = 4
 """Gradients start at multiples of 16 bytes: kernels read wide words."""
@@ -26,15 +27,22 @@ class HeldInBuckets(Held):
     """Gradients of ``leaves``, summed over ``group``. A parameter that backward leaves out counts as zeros.
 
     ``blocks`` are the model's transformer blocks in order. All ranks start the all-reduces in the same order, the last
-    block's first, whichever of their gradients is ready first.
+    block's first, whichever of their gradients is ready first. While ``other`` is on, others take the gradients.
     """
 
-    def __init__(self, model: nn.Module, leaves: Leaves, blocks: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        leaves: Leaves,
+        blocks: Iterable[nn.Module],
+        group: dist.ProcessGroup,
+        other: Switch | None = None,
+    ) -> None:
         super().__init__(model)
         pairs = list(leaves)
         self._parameters = [parameter for parameter, _ in pairs]
         self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        groups = _units([id(parameter) for parameter in self._parameters], blocks)
+        groups = units_of(self._parameters, blocks)
         self._order = [[self._parameters[index] for index in indices] for indices in groups]
         shapes = [[(index, local_tensor(self._parameters[index]).shape) for index in indices] for indices in groups]
         device = local_tensor(self._parameters[0]).device if pairs else torch.device("cpu")
@@ -42,7 +50,7 @@ class HeldInBuckets(Held):
         for index, (_, leaf) in enumerate(pairs):
             # The hook must not know its leaf, nor whoever does: a cycle through it is never collected.
             leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                functools.partial(_add, self._buckets, index)
+                functools.partial(_add, self._buckets, index, other or Switch())
             )
 
     def expect(self, last: bool) -> None:
@@ -69,12 +77,13 @@ class HeldInBuckets(Held):
         self._buckets.forget()
 
 
-def _add(buckets: Buckets, index: int, leaf: torch.Tensor) -> None:
-    buckets.add(index, taken(leaf))
+def _add(buckets: Buckets, index: int, other: Switch, leaf: torch.Tensor) -> None:
+    if not other.on:
+        buckets.add(index, taken(leaf))
 
 
-def _units(parameters: list[int], blocks: Iterable[nn.Module]) -> list[list[int]]:
-    """Indices of ``parameters``, given by id, unit by unit in the order in which backward is through with them.
+def units_of(parameters: list[nn.Parameter], blocks: Iterable[nn.Module]) -> list[list[int]]:
+    """Indices of ``parameters``, unit by unit in the order in which backward is through with them.
 
     What is registered after the first block (a head) is computed after all blocks, so its gradients come first; what is
     before it (an embedding) comes last, a head tied to it too.
@@ -83,7 +92,7 @@ def _units(parameters: list[int], blocks: Iterable[nn.Module]) -> list[list[int]
     last = max(number.values(), default=-1)
     units: dict[int, list[int]] = {}
     in_blocks = False
-    for index, parameter in enumerate(parameters):
+    for index, parameter in enumerate(map(id, parameters)):
         unit = number.get(parameter, last + 1 if in_blocks else -1)
         in_blocks = in_blocks or parameter in number
         units.setdefault(unit, []).append(index)

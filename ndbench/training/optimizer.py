@@ -12,8 +12,8 @@ from torch import nn
 from ndbench import dotted
 from ndbench.config import TrainingConfig
 from ndbench.parallel._torch_private import local_tensor, make_capturable, same_storage
+from ndbench.parallel.copies import Copies
 from ndbench.parallel.held import Held
-from ndbench.parallel.precision import Copies
 from ndbench.training.adamw import CompiledAdamW
 from ndbench.training.schedule import schedule_factors
 
@@ -104,7 +104,10 @@ class ShardOptimizer:
         return self.copies is not None and self._compiled is not None
 
     def prepare_capture(self) -> None:
-        """Before a step is captured: it holds the cast of the parameters, unless each step leaves copies behind."""
+        """Before a step is captured: it holds the cast of the parameters, unless each step leaves copies behind.
+
+        Copies that peers fetch are cast before the step, captured or not.
+        """
         if self.copies is not None and not self._writes_copies:
             self.copies.distrust()
         self.prepare_replay()

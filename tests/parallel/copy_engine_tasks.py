@@ -8,13 +8,14 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 from ndbench.engines.bundled import BundledEngine
 from ndbench.engines.protocol import Batch
 from ndbench.measure.collectives import CollectiveRecorder, totals
-from ndbench.parallel import copy_engine, peer_memory
+from ndbench.parallel import copy_engine, peer_memory, peer_scatter
 from ndbench.parallel.mesh import build_mesh
 from ndbench.training import models
 from ndbench.training.models import build_model
@@ -48,12 +49,18 @@ class FileMemory:
 
 
 def trained(at: Case, folder: str, memory: str = "FileMemory", change: str = "nothing") -> dict[str, Any]:
-    """Losses, norms, a checksum of the parameters, the collectives of the last step; ``change`` is one of CHANGES."""
+    """Losses, norms, a checksum of the parameters, the collectives of the last step.
+
+    ``change`` is one of CHANGES or of BUILDS.
+    """
     FileMemory.folder, FileMemory.made = folder, 0
     with (
         patch.object(copy_engine, "PeerMemory", globals()[memory]),
         patch.object(peer_memory, "why_not", lambda group: None),
-        patch.object(models, "build_model", partly_frozen if change == "frozen" else models.build_model),
+        patch.object(
+            peer_scatter.Reducer, "__init__", with_norms if change == "fused" else peer_scatter.Reducer.__init__
+        ),
+        patch.object(models, "build_model", BUILDS.get(change, build_model)),
     ):
         mesh = build_mesh(at.parallelism, "cpu")
         engine = BundledEngine(weight_jitter=at.weight_jitter)
@@ -61,7 +68,7 @@ def trained(at: Case, folder: str, memory: str = "FileMemory", change: str = "no
         results = []
         for step in range(at.steps):
             results.append(engine.step(batch(at, step, mesh.batch_rank, mesh.batch_size)))
-            CHANGES[change](engine, batch(at, step, mesh.batch_rank, mesh.batch_size))
+            CHANGES.get(change, nothing)(engine, batch(at, step, mesh.batch_rank, mesh.batch_size))
         with CollectiveRecorder(mesh.axis_of_group) as recorder:
             results.append(engine.step(batch(at, at.steps, mesh.batch_rank, mesh.batch_size)))
         held = [p._local_tensor if hasattr(p, "_local_tensor") else p for p in engine.model.parameters()]  # type: ignore[union-attr]
@@ -85,6 +92,52 @@ def partly_frozen(*args: Any, **kwargs: Any) -> Any:
     return built
 
 
+def mostly_frozen(*args: Any, **kwargs: Any) -> Any:
+    """FSDP fetches the last frozen block ahead, for which nobody asks."""
+    built = build_model(*args, **kwargs)
+    for name, parameter in built.model.named_parameters():
+        frozen = ("embed_tokens", *(f"layers.{index}." for index in range(4)))
+        parameter.requires_grad_(not any(part in name for part in frozen))
+    return built
+
+
+def partly_unused(*args: Any, **kwargs: Any) -> Any:
+    """A block has a layer that its forward does not use."""
+    built = build_model(*args, **kwargs)
+    with torch.device("meta"):
+        built.model.model.layers[1].unused = torch.nn.Linear(6, 5)
+    return built
+
+
+BUILDS = {"frozen": partly_frozen, "mostly_frozen": mostly_frozen, "unused": partly_unused}
+
+
+def broken(engine: BundledEngine, batch: Batch) -> None:
+    """A further step breaks off in a block, as by an error in its code, and training goes on."""
+
+    def fails(*_: Any) -> None:
+        raise ArithmeticError("a block failed")
+
+    blocks: Any = engine.model.model.layers  # type: ignore[union-attr]
+    handle = blocks[2].mlp.register_forward_hook(fails)
+    with pytest.raises(ArithmeticError, match="a block failed"):
+        engine.step(batch)
+    handle.remove()
+
+
+def with_norms(reducer: peer_scatter.Reducer, *args: Any) -> None:
+    """A reducer as ``fused`` makes it, without waiting for a compiler."""
+    construct(reducer, *args)
+    reducer._add_up = peer_scatter._add_up_with_norms
+
+
+construct = peer_scatter.Reducer.__init__
+
+
+def nothing(engine: BundledEngine, batch: Batch) -> None:
+    """Steps follow each other."""
+
+
 def scaled(engine: BundledEngine, batch: Batch) -> None:
     """The weights change between steps, as when a checkpoint is loaded."""
     with torch.no_grad():
@@ -100,7 +153,7 @@ def evaluated(engine: BundledEngine, batch: Batch) -> None:
             step.loss_sum(labels=labels, **inputs)
 
 
-CHANGES = {"nothing": lambda *_: None, "frozen": lambda *_: None, "scaled": scaled, "evaluated": evaluated}
+CHANGES = {"scaled": scaled, "evaluated": evaluated, "broken": broken}
 """What differs from plain training, or comes between its steps."""
 
 

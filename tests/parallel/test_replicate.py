@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ndbench.parallel.replicate import _units
+from ndbench.parallel.replicate import units_of
 from tests.parallel import replicate_tasks
 from tests.parity.cases import case, layout, llama, training
 from tests.parity.compare import assert_parity
@@ -42,7 +42,7 @@ def test_a_head_is_summed_first_then_blocks_from_the_last_and_the_embedding_at_t
         }
     )
     names = [name for name, _ in model.named_parameters()]
-    units = _units([id(p) for p in model.parameters()], model["blocks"])  # type: ignore[arg-type]
+    units = units_of(list(model.parameters()), model["blocks"])  # type: ignore[arg-type]
     assert [[names[index].rpartition(".")[0] for index in unit] for unit in units] == [
         ["norm", "head"],
         ["blocks.1", "blocks.1"],
