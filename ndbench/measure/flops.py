@@ -101,7 +101,8 @@ def memory_parts(cell: Cell) -> dict[str, int] | None:
         copies       instead of gathered where s = 1: b P / t, none in float32; with data_collectives=copy_engine
                      b P / (t s) of the blocks that are freed after forward
         activations  b T x (10 H / r + (3 A + 3 K + 4 I) / t) a layer; compiled blocks and selective checkpointing:
-                     (2 H / r + (2 A + 2 K + 3 I) / t); full checkpointing: H / r a layer, and one whole layer
+                     (2 H / r + (2 A + 2 K + 3 I) / t); full checkpointing: H / r a layer, and one whole layer; 2 K / t
+                     more a whole layer for the keys that came last round a ring
         logits       T (or a chunk) x vocab / (t under loss parallelism) x (b + 8): logits, their float32 copy, gradient
         not_at_once  -min(gradients, activations + logits): backward frees these as it makes those; 0 when gradients are
                      accumulated over micro-batches
@@ -163,7 +164,8 @@ def _activations(cell: Cell, shape: Shape, tokens: float, width: int) -> float:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     eager = 10 * shape.hidden / residual_split + (3 * q + 3 * kv + 4 * shape.intermediate) / tp
     fused = 2 * shape.hidden / residual_split + (2 * q + 2 * kv + 3 * shape.intermediate) / tp
-    whole = fused if training.compile else eager
+    ring = 2 * kv / tp if layout.cp_size > 1 and layout.cp_method == "ring" else 0.0
+    whole = (fused if training.compile else eager) + ring
     kept = {
         "none": shape.layers * whole,
         "selective": shape.layers * fused + whole,
