@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from ndbench.arguments import DEFAULT_VERB, help_text, parse, parser, split_verb
-from ndbench.failures import USAGE, Terminated, exit_of, open_streams, sigterm_raises
+from ndbench.failures import USAGE, Terminated, exit_of, open_streams, signals_raise
 from ndbench.report.plain import forgive
 from ndbench.verbs import function_of
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_streams()
     for stream in (sys.stdout, sys.stderr):
         forgive(stream)
-    with sigterm_raises():
+    with signals_raise():
         try:
             code = _dispatch(arguments)
             sys.stdout.flush()

@@ -21,29 +21,37 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from types import FrameType
 
-USAGE, INTERNAL, INTERRUPTED, TERMINATED, OUTPUT_CLOSED = 2, 70, 130, 143, 141
+USAGE, INTERNAL, INTERRUPTED, OUTPUT_CLOSED = 2, 70, 130, 141
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived. Not an Exception, so that nothing on the way swallows it; ``finally`` blocks run."""
+    """SIGTERM or SIGHUP arrived. Not an Exception, so that nothing on the way swallows it; ``finally`` blocks run."""
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__(number)
+        self.number = signal.Signals(number)
 
 
 @contextlib.contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """SIGTERM unwinds the stack like Ctrl-C does."""
+def signals_raise() -> Iterator[None]:
+    """SIGTERM, and SIGHUP where it is not ignored (nohup), unwind the stack like Ctrl-C does."""
 
-    def raise_terminated(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise Terminated
+    def raise_terminated(number: int, _frame: FrameType | None) -> NoReturn:
+        raise Terminated(number)
 
+    before = {}
     try:
-        before = signal.signal(signal.SIGTERM, raise_terminated)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, raise_terminated)
     except ValueError:  # not the main thread: whoever started us there has its own handlers
         yield
         return
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def exit_of(error: BaseException, arguments: Sequence[str]) -> int:
@@ -51,7 +59,8 @@ def exit_of(error: BaseException, arguments: Sequence[str]) -> int:
     if isinstance(error, KeyboardInterrupt):
         return say("interrupted", INTERRUPTED)
     if isinstance(error, Terminated):
-        return say("terminated", TERMINATED)
+        said = "terminated" if error.number == signal.SIGTERM else f"ended by {error.number.name}"
+        return say(said, 128 + error.number)
     if isinstance(error, SystemExit):  # of code that is not ours: with its 0 a gate would be green without measuring
         return say(f"code of the user's own called sys.exit({error.code!r}) instead of returning", USAGE)
     if isinstance(error, BrokenPipeError) and _output_closed():

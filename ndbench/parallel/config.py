@@ -189,6 +189,8 @@ class ParallelismConfig:
             return [f"data_collectives '{self.data_collectives}' is not known; known: {', '.join(DATA_COLLECTIVES)}"]
         if self.kept_blocks < 0:
             return [f"kept_blocks is {self.kept_blocks}, it must be at least 0"]
+        if self.kept_blocks and not self.reshard_after_forward:
+            return [f"kept_blocks is {self.kept_blocks}, but reshard_after_forward=false keeps all: give one of both"]
         if self.data_collectives == "copy_engine" and self.cpu_offload:
             return ["data_collectives=copy_engine keeps buffers on the GPU; with cpu_offload=true take nccl"]
         return []

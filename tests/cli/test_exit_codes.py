@@ -240,6 +240,7 @@ def test_a_file_that_the_system_refuses_is_a_usage_error(ndbench: Command) -> No
 SLEEPER = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's ignore this one
 import ndbench.matrix.expand
 def expand(*_, **__):
     try:
@@ -254,7 +255,7 @@ sys.exit(main(["show", "suite=smoke"]))
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_unwinds_the_stack_and_is_told_by_the_exit_code(number: int, code: int, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SLEEPER],
@@ -270,7 +271,8 @@ def test_a_signal_unwinds_the_stack_and_is_told_by_the_exit_code(number: int, co
     out, err = process.communicate(timeout=30)
     assert process.returncode == code
     assert out == "cleaned up\n"
-    assert err in ("ndbench: interrupted\n", "ndbench: terminated\n")
+    said = {130: "interrupted", 143: "terminated", 129: "ended by SIGHUP"}[code]
+    assert err == f"ndbench: {said}\n"
 
 
 def test_a_reader_that_has_gone_is_no_error_to_report(tmp_path: Path) -> None:
