@@ -333,6 +333,7 @@ IDENTITY_GROUPS = ("model", "parallelism", "training", "data", "engine_config", 
 ADDED_LATER: dict[str, dict[str, Any]] = {
     "data": {"dataset": None, "subset": None, "split": "train", "column": "text", "documents": "stream"},
     "training": {"cuda_graphs": False},
+    "parallelism": {"kept_blocks": 0, "data_collectives": "nccl"},
 }
 """Fields that came after the first stored baselines: at these values they leave a cell's identity as it was."""
 

@@ -35,7 +35,7 @@ def conclude(
     notes: list[str] = []
     newest = None
     if baseline is not None and present and gate.mode != "off":
-        newest = round(baseline.sessions[-1].age_days(now), 2)
+        newest = round(baseline.sessions[-1].age_days(now), 4)
         if newest > STALE_DAYS:
             notes.append(f"the newest baseline session is {newest:.0f} days old: accept a fresh one")
         compared = [cell for cell in cells if cell.verdict in COMPARED]

@@ -123,7 +123,11 @@ def _issues(group: _Group, name: str) -> bool:
 def judge_tokens(head: Sequence[Record], baseline: Sequence[Record]) -> MetricVerdict | None:
     """Tokens of a step must be what they were: a wrong count makes every throughput wrong."""
     now, before = head[0]["tokens"], baseline[0]["tokens"]
-    if now is None or before is None or now["per_step"] is None or before["per_step"] is None:
+    counted = before is not None and before["per_step"] is not None
+    if counted and any(record["tokens"] is None or record["tokens"]["per_step"] is None for record in head):
+        said = f"the baseline counts {before['per_step']} tokens a step, this run none: it must say them"
+        return MetricVerdict("tokens", "inconclusive", said)
+    if now is None or not counted or now["per_step"] is None:
         return None  # a script need not say them
     if any(record["tokens"]["per_step"] != before["per_step"] for record in head):
         wrong = next(r["tokens"]["per_step"] for r in head if r["tokens"]["per_step"] != before["per_step"])

@@ -55,6 +55,12 @@ def gate_rule(accelerator: bool, min_effect: float | None, resolve: float | None
     )
 
 
+def log_mean_over_median(record: Record) -> float:
+    """How much longer the mean of what :func:`log_step_time` takes the median of is: a few steps that stall."""
+    steps = record["steps"]
+    return math.log(fmean(steps["seconds"][steps["first_timed"] :])) - log_step_time(record)
+
+
 def log_step_time(record: Record) -> float:
     """Median over the timed steps of log(seconds), seconds being those of the slowest rank."""
     steps = record["steps"]
@@ -75,6 +81,9 @@ class Timing:
     """Known to be: without it a factor may be that of two machines."""
     accepted: bool = True
     """Whether the sessions are a baseline's, so that more can be accepted."""
+    head_stalls: Sequence[float] = ()
+    base_stalls: Sequence[float] = ()
+    """Log of mean over median step time of each launch; none where they are not known."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,18 @@ def timing_of(
         rule,
         same_hardware=True,
         accepted=accepted,
+        head_stalls=[log_mean_over_median(record) for record in head],
+        base_stalls=[log_mean_over_median(record) for session in sessions for record in session],
     )
+
+
+def stalls(timing: Timing) -> float | None:
+    """By which factor the mean step is longer beside the median one, in every launch against any before, where that is
+    more than :data:`COARSE_FACTOR`: some steps stall, too few of them to move a median."""
+    if min(len(timing.head_stalls), len(timing.base_stalls)) < MIN_REPEATS:
+        return None
+    apart = min(timing.head_stalls) - max(timing.base_stalls)
+    return math.exp(apart) if apart > math.log(COARSE_FACTOR) else None
 
 
 def coarse(timing: Timing) -> int:
@@ -159,6 +179,12 @@ def _verdict(judged: _Judged, slower: bool, faster: bool, alpha: float) -> Metri
         reason = (
             f"{size}; every launch is {word} than every one before by more than a factor of {COARSE_FACTOR:g}, "
             "which no difference between sessions explains"
+        )
+    elif (factor := stalls(timing)) is not None:
+        # On a shared CPU a burst of other work does this too.
+        verdict = "regressed" if rule.session_sd <= SESSION_SD else "inconclusive"
+        reason = (
+            f"{size} in the median, but on average a step takes {factor:.1f} times as long or more: some steps stall"
         )
     elif len(timing.head) < MIN_REPEATS:
         verdict = "inconclusive"

@@ -57,7 +57,7 @@ def confirm_suspects(
     if not chosen:
         return Outcome()
     if plan.gate.confirm == "auto" and (reason := _not_by_itself(plan, chosen)) is not None:
-        return Outcome(notes=[f"{len(chosen)} suspects were not confirmed by pairs: {reason}; gate.confirm=on does it"])
+        return Outcome(notes=[f"{_suspects(len(chosen))} not confirmed by pairs: {reason}; gate.confirm=on does it"])
     heads = {record["cell"]["name"]: record for record in folder.records()}
     found = choose_base(plan.gate.base, baseline, chosen, heads, (cwd or Path.cwd()))
     if isinstance(found, str):
@@ -186,3 +186,7 @@ def _left_over(comparison: Comparison, name: str) -> MetricVerdict:
     return MetricVerdict(
         speed.metric, "inconclusive", reason, speed.change, speed.low, speed.high, details=speed.details
     )
+
+
+def _suspects(count: int) -> str:
+    return "1 suspect was" if count == 1 else f"{count} suspects were"

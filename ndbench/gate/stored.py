@@ -86,12 +86,16 @@ def accept_run(
 ) -> Accepted:
     """Accept a run after comparing it with the baseline as it stands now, whatever it was compared with before.
 
-    See :func:`ndbench.results.baseline.accept` for the keywords and errors.
+    See :func:`ndbench.results.baseline.accept` for the keywords and errors. A run that has not come to its end needs
+    ``force``: fewer repeats than were planned make a reference that decides nothing.
     """
     run = run if isinstance(run, RunFolder) else find_run(run, how.get("results_dir", "results"))
     records = run.records()
     if not records:
         raise ValueError(f"{run.path} holds no record: there is nothing to accept")
+    if (lacks := _lacks(run, records)) is not None and not how.get("force", False):
+        name = run.path.name
+        raise ValueError(f"run {name} has {lacks}: ndbench --resume {name}, or --force takes what there is")
     target = target_folder(records, how)
     baseline = read_baseline(target) if target.is_dir() and any(target.glob("*/session.json")) else None
     if baseline is not None:  # the run itself may be in it already, whole or in part
@@ -99,6 +103,14 @@ def accept_run(
         baseline = Baseline(baseline.source, others)
     verdicts = {cell.name: cell.verdict for cell in compare_run(run, baseline).cells}
     return accept(run, reason, verdicts=verdicts, **how)
+
+
+def _lacks(run: RunFolder, records: list[Any]) -> str | None:
+    """What a run that did not come to its end lacks of its plan."""
+    if run.verdict_path.is_file() or not run.plan_path.is_file():
+        return None
+    planned = sum(read_json(run.plan_path).get("repeats", {}).values())
+    return f"only {len(records)} of its {planned} repeats" if len(records) < planned else None
 
 
 def _plan_of(records: list[Any]) -> dict[str, Any]:

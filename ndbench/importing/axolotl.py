@@ -125,7 +125,9 @@ def _sharding(found: Findings) -> Sharding:
     words = [str(word) for word in options] if isinstance(options, list) else str(options or "").split()
     section = any(key.startswith("fsdp_config.") for key in found.values)
     if not words and not section:
-        found.assumed("(no fsdp_config)", {}, "a copy of the model on every data rank (DDP)")
+        sized = any(found.values.get(key) is not None for axis in ("dp_shard", "cp") for key in SIZES[axis])
+        what = "FSDP over the ranks of the sizes given" if sized else "a copy of the model on every data rank (DDP)"
+        found.assumed("(no fsdp_config)", {}, what)
         return Sharding(sharded=False)
     sharding = read_fsdp(found)
     for word in words:

@@ -29,6 +29,8 @@ NAMES = {"accelerate": "Accelerate", "axolotl": "Axolotl"}
 def read_file(path: Path) -> tuple[str, dict[str, Any], list[str]]:
     """(tool, keys dotted below a section, keys that are given twice). Raises ``ValueError`` in one line."""
     try:
+        if path.is_fifo() or path.is_socket() or path.is_char_device():
+            raise ValueError(f"{path} cannot be read: it is not a regular file")
         size = path.stat().st_size
         if size > LARGEST:
             raise ValueError(f"{path} has {size} bytes: that is no configuration (at most {LARGEST} are read)")

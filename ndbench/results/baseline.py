@@ -178,6 +178,9 @@ def _unfit(records: list[Record]) -> str | None:
     if outcomes not in (["ok"], ["oom"]):
         bad = [record for record in records if record["outcome"] != "ok"]
         return f"{len(bad)} of {len(records)} repeats {bad[0]['outcome']}: {bad[0]['reason'] or 'no reason recorded'}"
+    planted = [record for record in records if (record["cell"].get("measure") or {}).get("handicap")]
+    if planted:
+        return f"measure.handicap={planted[0]['cell']['measure']['handicap']:g} was planted in it"
     broken = [record for record in records if record["steps"] and record["steps"]["nonfinite"]]
     if broken:
         return f"step {broken[0]['steps']['nonfinite'][0]} of repeat {broken[0]['repeat']} is not finite"
@@ -231,7 +234,7 @@ def describe(session: Session, now: datetime | None = None) -> dict[str, Any]:
     return {
         "session": session.session,
         "accepted": session.accepted,
-        "age_days": round(session.age_days(now), 2),
+        "age_days": round(session.age_days(now), 4),
         "by": session.by,
         "reason": session.reason,
         "commit": session.commit,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from typing import Any
 
 from ndbench.results.checks import (
@@ -89,6 +90,9 @@ FIELDS: dict[str, Check] = {
 
 _WHOLE = fields(FIELDS)
 
+SHORTEST_STEP, LONGEST_STEP = 1e-9, 1e9
+"""Seconds: what no clock tells apart, and thirty years."""
+
 
 def validate(record: Any, where: str = "record") -> Record:
     """The record itself when it is whole, else a ``RecordError`` naming the missing, unknown or wrong-typed field.
@@ -112,9 +116,16 @@ def _validate_ok(record: Record, where: str) -> None:
     for name in ("seconds", "loss"):
         if not steps[name]:
             raise RecordError(f"{where}.steps.{name} is empty in a record whose outcome is ok")
-    bad = [index for index, seconds in enumerate(steps["seconds"]) if seconds is None or seconds <= 0]
+    bad = [i for i, s in enumerate(steps["seconds"]) if s is None or not SHORTEST_STEP <= s <= LONGEST_STEP]
     if bad:
-        raise RecordError(f"{where}.steps.seconds[{bad[0]}] must be a positive number of seconds")
+        raise RecordError(
+            f"{where}.steps.seconds[{bad[0]}] must be a number of seconds from {SHORTEST_STEP:g} to {LONGEST_STEP:g}"
+        )
+    for name in ("start", "end"):
+        try:
+            datetime.fromisoformat(record[name])
+        except ValueError as error:
+            raise RecordError(f"{where}.{name} '{record[name]}' is not a time") from error
     first = steps["first_timed"]
     if first is None or not 0 <= first < len(steps["seconds"]):
         raise RecordError(f"{where}.steps.first_timed is {first}, of {len(steps['seconds'])} steps")

@@ -7,6 +7,7 @@ or how two records compare.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -70,8 +71,12 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """As :func:`write_json`, for text."""
+    """As :func:`write_json`, for text. A link is followed; what is no regular file (a device, a pipe) is refused."""
     path = Path(path)
+    if path.is_symlink():
+        path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, f"cannot write {path}: it is not a regular file")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as stream:

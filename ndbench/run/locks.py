@@ -65,7 +65,7 @@ def device_locks(devices: list[str], limit: float, waiting: Callable[[str], None
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{line}; waited {limit:.0f} s")
                 if not told:
-                    waiting(line)
+                    waiting(f"{line}: waiting for its turn, at most {limit:.0f} s")
                     told = True
                 time.sleep(0.1)
             if stream.writable():

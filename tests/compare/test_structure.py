@@ -103,6 +103,10 @@ def test_a_wrong_token_count_is_a_regression() -> None:
         return f"{decided.verdict}: {decided.reason}"
 
     assert verdict() == "pass: 2048 tokens a step"
+    assert (
+        verdict(per_step=None)
+        == "inconclusive: the baseline counts 2048 tokens a step, this run none: it must say them"
+    )
     assert verdict(per_step=4096) == "regressed: a step counts 4096 tokens, the baseline's 2048"
     assert verdict(valid=[2048] * 5 + [2047] * 7) == "regressed: step 5 counts 2047 valid tokens, the baseline's 2048"
     assert verdict(valid=[2048] * 11).startswith("regressed: step 11 counts 11 steps")

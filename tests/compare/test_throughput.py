@@ -8,7 +8,7 @@ import random
 import pytest
 
 from ndbench.compare.result import MetricVerdict
-from ndbench.compare.throughput import Timing, gate_rule, judge, log_step_time
+from ndbench.compare.throughput import Timing, gate_rule, judge, log_step_time, timing_of
 from ndbench.config import GateConfig
 from tests.compare.helpers import baseline_of, decide, only
 from tests.records import a_record, noisy, repeats
@@ -208,3 +208,17 @@ def test_a_run_against_one_accepted_session_is_red_when_it_is_five_times_slower(
     assert (comparison.exit_code, only(comparison).verdict) == (1, "regressed")
     unsure = decide(repeats(seconds=0.15), baseline_of(repeats()))
     assert (unsure.exit_code, unsure.exit_reason) == (0, "1 of 1 cell is inconclusive: fsdp8")
+
+
+@pytest.mark.parametrize(("device", "verdict"), [("cuda", "regressed"), ("cpu", "inconclusive")])
+def test_steps_that_stall_are_seen_though_the_median_step_is_as_fast(device: str, verdict: str) -> None:
+    """Every third step takes 50 times as long; one launch in which it is so may be a burst of other work."""
+    stalled = [5.0 if step % 3 == 0 else 0.1 for step in range(12)]
+    rule = gate_rule(device == "cuda", None, None, 0.01)
+    sessions = [repeats(device=device) for _ in range(3)]
+    timing = timing_of(repeats(device=device, seconds=stalled), sessions, rule)
+    decided = judge({"fsdp8": timing})["fsdp8"]
+    assert decided.verdict == verdict
+    assert "on average a step takes 15.7 times as long or more: some steps stall" in decided.reason
+    once = [*repeats(device=device, count=2), a_record(device=device, repeat=2, seconds=stalled)]
+    assert judge({"fsdp8": timing_of(once, sessions, rule)})["fsdp8"].verdict == "pass"

@@ -11,7 +11,7 @@ from ndbench.config import AD_HOC
 from ndbench.gate.stored import accept_run, compare_run, compare_two
 from ndbench.report import facts
 from ndbench.results.sessions import baseline_of_run, read_baseline
-from ndbench.results.store import RunFolder, UnreadableFile, write_json
+from ndbench.results.store import RunFolder, UnreadableFile, read_json, write_json
 from tests.records import plan_of, repeats
 
 CELLS = ("fsdp8", "ddp8")
@@ -138,3 +138,22 @@ def test_a_truncated_file_stops_the_comparison_and_is_named(tmp_path: Path, name
     path.write_text(path.read_text()[:40])
     with pytest.raises(UnreadableFile, match=path.name):
         compare_run(run, None)
+
+
+def test_a_run_that_was_cut_off_is_no_reference_unless_it_is_forced(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "20261130-070000-dddddd", cells=("fsdp8",))
+    plan = read_json(run.plan_path)
+    write_json(run.plan_path, plan | {"repeats": {"fsdp8": 5}})
+    with pytest.raises(
+        ValueError, match=r"has only 3 of its 5 repeats: ndbench --resume 20261130-070000-dddddd, or --fo"
+    ):
+        accept_run(run, "cut off", results_dir=tmp_path)
+    assert accept_run(run, "cut off", results_dir=tmp_path, force=True).cells
+
+
+def test_a_run_with_a_planted_slowdown_is_no_reference(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "20261130-070000-eeeeee", cells=("fsdp8",))
+    for record in run.records():
+        run.write_record(record | {"cell": record["cell"] | {"measure": {"handicap": 2.0}}})
+    with pytest.raises(ValueError, match=r"measure\.handicap=2 was planted in it"):
+        accept_run(run, "by mistake", results_dir=tmp_path)

@@ -88,7 +88,7 @@ def test_peers_are_the_same_cell_but_for_the_engine() -> None:
     matrix = expand(["suite=peers", "hardware=h200_x2"], here=False)
     cells = [*matrix.cells, *(cell for cell, _ in matrix.skipped)]
     sizes = {cell.name.removesuffix(f"-{cell.config.engine.name}"): cell.world_size for cell in cells}
-    layouts = dict.fromkeys(("ddp2-1b", "fsdp2-1b", "tp2-1b", "cp2-1b", "fsdp2-8b", "cp2-8b_128k"), 2)
+    layouts = dict.fromkeys(("ddp2-1b", "fsdp2-1b", "tp2-1b", "cp2-1b", "fsdp2-8b", "fsdp2-8b_fp8", "cp2-8b_128k"), 2)
     assert sizes == {"single-one": 1, **layouts}
     for name in sizes:
         same = [cell.config for cell in cells if cell.name.startswith(f"{name}-")]
