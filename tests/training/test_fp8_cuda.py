@@ -34,16 +34,15 @@ MODEL = llama(
 STEPS = TrainingConfig(
     global_batch_size=8,
     sequence_length=1024,
-    learning_rate=1e-3,
+    learning_rate=1e-4,
     warmup_steps=5,
     compile=True,
     loss_chunk_size=2048,
     deterministic=False,
 )
-FIRST, LAST, NORM = 1e-2, 5e-2, 1e-1
-"""Relative: of the first three losses, of the mean of the last five, of the first gradient norm. Between them the loss
-falls to a third within a few steps, and a curve that is a step late there is 20 % off (seen on an H200: 0.3 % and
-1.8 % at the ends)."""
+LOSS, NORM = 2e-2, 1e-1
+"""Relative: of each loss, and of the first gradient norm. At ten times the rate the loss falls to a third within a few
+steps, and a curve that is a step late there is 20 % off."""
 BLOCK = 7
 
 
@@ -57,12 +56,11 @@ def apart(one: list[float], other: list[float]) -> float:
 
 def assert_beside(bf16: dict[str, Any], fp8: dict[str, Any], layers: int = 12) -> None:
     print(f"loss {fp8['loss'][0]:.4f} -> {fp8['loss'][-1]:.4f}, bf16 -> {bf16['loss'][-1]:.4f}")
-    print(f"worst of 30 steps: loss {apart(fp8['loss'], bf16['loss']):.2e}")
+    print(f"worst of 30 steps: loss {apart(fp8['loss'], bf16['loss']):.2e}, first norm {fp8['norm'][0] / bf16['norm'][0]:.4f}")
     assert fp8["kinds"].count("Float8Linear") == BLOCK * layers
     assert fp8["facts"]["fp8"]["emulated"] is False
     assert fp8["loss"][-1] < 0.9 * fp8["loss"][0], "nothing was learnt, so nothing is compared"
-    assert apart(fp8["loss"][:3], bf16["loss"][:3]) < FIRST
-    assert apart([sum(fp8["loss"][-5:])], [sum(bf16["loss"][-5:])]) < LAST
+    assert apart(fp8["loss"], bf16["loss"]) < LOSS
     assert apart(fp8["norm"][:1], bf16["norm"][:1]) < NORM
 
 
@@ -80,7 +78,7 @@ def test_one_gpu_has_the_loss_curve_of_bf16(single: tuple[dict[str, Any], dict[s
 def test_two_gpus_have_the_loss_curve_of_bf16_and_of_one(single: tuple[dict[str, Any], dict[str, Any]]) -> None:
     (found,) = on_ranks(float8_tasks.both, [case(layout(1, 2))], 2, timeout=280.0)
     assert_beside(*found[0])
-    assert apart(found[0][1]["loss"][:3], single[1]["loss"][:3]) < FIRST
+    assert apart(found[0][1]["loss"], single[1]["loss"]) < LOSS
 
 
 def test_every_product_of_a_block_runs_on_the_fp8_units() -> None:
