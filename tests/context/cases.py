@@ -179,7 +179,7 @@ def planted(fault: str | None) -> Iterator[set[str]]:
     def wait_without_last_hop(self: Any) -> Any:
         calls["wait"] += 1
         received = wait(self)
-        return self.sent if calls["wait"] == 3 * size - 2 else received
+        return self.sent if calls["wait"] == 3 * size - 4 else received
 
     def tiles_without_last_block(cp_size: int, rank: int, source: int, *rest: Any) -> Any:
         return [] if source == (rank + 1) % cp_size else tiles(cp_size, rank, source, *rest)

@@ -135,7 +135,10 @@ def test_the_step_time_of_a_script_without_tokens_is_gated() -> None:
     for head, verdict in ((slow, "regressed"), (record, "pass")):
         assert judge({"c": timing_of([head] * 3, [[record] * 3] * 3, rule)})["c"].verdict == verdict
     assert judge_tokens([record], [record]) is None
-    assert judge_tokens([record], [script_record(1.0, tokens=10)]) is None
+    assert judge_tokens([script_record(1.0, tokens=10)], [record]) is None
+    stopped = judge_tokens([record], [script_record(1.0, tokens=10)])
+    assert stopped is not None
+    assert stopped.verdict == "inconclusive", "an exact check that was made is not switched off in silence"
 
 
 def test_rank_0_alone_may_print_and_ranks_that_print_must_agree() -> None:
