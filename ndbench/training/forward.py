@@ -19,7 +19,7 @@ from ndbench.parallel.collectives import Group, enter_replicated, gather_sequenc
 from ndbench.parallel.mesh import Mesh
 from ndbench.parallel.plan import TensorPlan
 from ndbench.parallel.tensor import local_parameter
-from ndbench.training.loss import CrossEntropy, Transform, chunked_loss_sum
+from ndbench.training.loss import CrossEntropy, Transform, Upstream, chunked_loss_sum
 
 PLAIN_LOGITS = frozenset(
     {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gpt_neox", "olmo2", "gemma"}
@@ -67,7 +67,7 @@ def attach_loss(
     computing: Callable[[], AbstractContextManager[None]] = nullcontext,
     compiled: bool = False,
 ) -> Callable[..., torch.Tensor]:
-    """Give ``model`` a method ``loss_sum(input_ids, labels, position_ids, document_ids) -> scalar`` and return it.
+    """Give ``model`` a method ``loss_sum(labels, upstream, input_ids, position_ids, document_ids)`` and return it.
 
     All arguments are this rank's shard of the sequence, but for the document ids, which are whole. The forward runs
     inside ``computing``; with ``compiled`` the passes over the logits are fused.
@@ -82,25 +82,27 @@ def attach_loss(
         gather = gather_sequence if plan.sequence_parallel else enter_replicated
         enter = lambda hidden: gather(hidden, tp)  # noqa: E731
 
-    def whole(self: nn.Module, labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    def whole(self: nn.Module, labels: torch.Tensor, upstream: Upstream | None = None, **inputs: Any) -> torch.Tensor:
         with computing():
             out = self.forward(**inputs)
             logits = out if isinstance(out, torch.Tensor) else out.logits
-            return loss(logits.flatten(0, 1), labels.flatten())
+            return loss(logits.flatten(0, 1), labels.flatten(), upstream)
 
-    def chunked(self: nn.Module, labels: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    def chunked(self: nn.Module, labels: torch.Tensor, upstream: Upstream | None = None, **inputs: Any) -> torch.Tensor:
         assert chunk_size is not None
         with computing():
             hidden = self.base_model(**inputs).last_hidden_state  # type: ignore[operator]
             if enter is not None:
                 hidden = enter(hidden)
-            summed: torch.Tensor = head.loss_sum(hidden.flatten(0, 1), labels.flatten())
+            summed: torch.Tensor = head.loss_sum(hidden.flatten(0, 1), labels.flatten(), upstream)
             return summed
 
-    def of_head(self: nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def of_head(
+        self: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, upstream: Upstream | None = None
+    ) -> torch.Tensor:
         assert chunk_size is not None
         weight, bias = local_parameter(self, "weight"), None if self.bias is None else local_parameter(self, "bias")
-        return chunked_loss_sum(hidden, weight, bias, labels, loss, transform, chunk_size)
+        return chunked_loss_sum(hidden, weight, bias, labels, loss, transform, chunk_size, upstream)
 
     if chunk_size is not None:
         kind = str(model.config.model_type)  # type: ignore[union-attr]

@@ -16,7 +16,7 @@ from ndbench.engines.protocol import Batch, StepResult
 from ndbench.parallel.context import shard_sequence
 from ndbench.parallel.gradients import Gradients
 from ndbench.parallel.mesh import Mesh
-from ndbench.training.loss import IGNORED
+from ndbench.training.loss import IGNORED, Upstream
 from ndbench.training.optimizer import ShardOptimizer
 
 
@@ -70,12 +70,14 @@ class Step:
         if self.mesh.loss.size() > 1:
             dist.all_reduce(tokens, group=self.mesh.loss.get_group())
         divisor = tokens.clamp(min=1).to(torch.float32)
+        # Known before forward, which so can compute what backward is given it for.
+        upstream = Upstream(divisor.reciprocal())
         summed = torch.zeros((), dtype=torch.float64, device=tokens.device)
         with self.computing():
             for index, (labels, inputs) in enumerate(micro_batches):
                 self.gradients.held.expect(last=index + 1 == len(micro_batches))
-                loss = self.loss_sum(labels=labels, **inputs)
-                torch.autograd.backward(loss / divisor)
+                loss = self.loss_sum(labels=labels, upstream=upstream, **inputs)
+                torch.autograd.backward(loss, upstream.value)
                 summed += loss.detach()
         self.gradients.sum_over_tp()
         # Ranks of one tp group have the same loss: each brings its share to the sum over the world.

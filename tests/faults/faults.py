@@ -179,12 +179,12 @@ def only_the_last_micro_batch_counts() -> Iterator[None]:
     def last(self: step.Step, batch: Any) -> Any:
         real = torch.autograd.backward
 
-        def forget(x: torch.Tensor) -> None:
+        def forget(x: torch.Tensor, upstream: torch.Tensor) -> None:
             self.gradients.held.forget()
             for module in self.model.modules():
                 for parameter in module.parameters(recurse=False):
                     parameter.grad = None
-            real(x)
+            real(x, upstream)
 
         with patch.object(torch.autograd, "backward", forget):
             return original(self, batch)
@@ -197,7 +197,7 @@ def only_the_last_micro_batch_counts() -> Iterator[None]:
 def mean_over_micro_batches() -> Iterator[None]:
     """The sum over micro-batches is divided by their number once more."""
     real = torch.autograd.backward
-    with patch.object(torch.autograd, "backward", lambda x: real(x / 2)):
+    with patch.object(torch.autograd, "backward", lambda x, upstream: real(x / 2, upstream)):
         yield
 
 

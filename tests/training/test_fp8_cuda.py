@@ -56,7 +56,8 @@ def apart(one: list[float], other: list[float]) -> float:
 
 def assert_beside(bf16: dict[str, Any], fp8: dict[str, Any], layers: int = 12) -> None:
     print(f"loss {fp8['loss'][0]:.4f} -> {fp8['loss'][-1]:.4f}, bf16 -> {bf16['loss'][-1]:.4f}")
-    print(f"worst of 30 steps: loss {apart(fp8['loss'], bf16['loss']):.2e}, first norm {fp8['norm'][0] / bf16['norm'][0]:.4f}")
+    norms = fp8["norm"][0] / bf16["norm"][0]
+    print(f"worst of 30 steps: loss {apart(fp8['loss'], bf16['loss']):.2e}, first norms {norms:.4f}")
     assert fp8["kinds"].count("Float8Linear") == BLOCK * layers
     assert fp8["facts"]["fp8"]["emulated"] is False
     assert fp8["loss"][-1] < 0.9 * fp8["loss"][0], "nothing was learnt, so nothing is compared"

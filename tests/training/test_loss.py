@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from ndbench.training.loss import IGNORED, CrossEntropy, chunked_loss_sum
+from ndbench.training.loss import IGNORED, CrossEntropy, Upstream, chunked_loss_sum
+from tests.parity.pool import pool
+from tests.training import loss_tasks
 
 TOKENS, HIDDEN, VOCABULARY = 13, 8, 37
 
@@ -119,3 +122,27 @@ def test_the_factor_of_the_gradient_is_not_rounded_to_bf16() -> None:
         value.backward(factor)
         ends.append(leaf.grad.double().norm() / factor.double())  # type: ignore[union-attr]
     assert abs(ends[0] / ends[1] - 1) < 5e-4
+
+
+@pytest.mark.parametrize("chunk", [4, TOKENS])
+def test_what_is_computed_for_the_gradient_to_come_is_not_multiplied_again(chunk: int) -> None:
+    """Backward with the tensor that forward was told of takes what is there; with another it is as right."""
+    hidden, weight, bias, labels = (x.detach() for x in data())
+    found = []
+    for told, given in ((None, 0.25), (0.25, None), (0.5, 0.25)):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        upstream = None if told is None else Upstream(torch.tensor(told))
+        value = chunked_loss_sum(leaves[0], leaves[1], leaves[2], labels, CrossEntropy(), None, chunk, upstream)
+        grad = upstream.value if given is None and upstream is not None else torch.tensor(given or 0.0)
+        with patch.object(torch, "mul", side_effect=torch.mul) as multiplied:
+            value.backward(grad)
+        assert bool(multiplied.call_count) == (given is not None)
+        found.append([value.detach(), *(leaf.grad for leaf in leaves)])
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-8)
+
+
+def test_a_step_multiplies_no_gradient_of_the_loss() -> None:
+    """Also where FSDP wraps the head and the model, whose arguments it casts."""
+    assert pool(2).run(loss_tasks.multiplications) == [0, 0]
