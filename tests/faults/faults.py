@@ -280,8 +280,8 @@ def vocabulary_shards_off_by_one() -> Iterator[None]:
     """An odd vocabulary is cut by rounding down in one place and up in the other."""
     original = loss.sum_and_gradient
 
-    def shifted(logits: Any, labels: Any, gradient: Any, group: Any, start: int) -> Any:
-        return original(logits, labels, gradient, group, start - (1 if start else 0))
+    def shifted(logits: Any, labels: Any, gradient: Any, group: Any, start: int, upstream: Any) -> Any:
+        return original(logits, labels, gradient, group, start - (1 if start else 0), upstream)
 
     with patch.object(loss, "sum_and_gradient", shifted):
         yield
