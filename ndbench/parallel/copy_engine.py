@@ -21,7 +21,8 @@ from ndbench.parallel.held import Held, Leaves
 from ndbench.parallel.peer_gather import PeerShards
 from ndbench.parallel.peer_held import HeldByOwners
 from ndbench.parallel.peer_memory import PeerMemory, Switch
-from ndbench.parallel.peer_scatter import Reducer, Rows
+from ndbench.parallel.peer_rows import Rows
+from ndbench.parallel.peer_scatter import Reducer
 from ndbench.parallel.replicate import HeldInBuckets, units_of
 
 WARM_UP_STEPS = 2

@@ -9,94 +9,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch._dynamo.config as dynamo
 import torch.distributed as dist
 from torch import nn
 
-from ndbench.parallel._fsdp_private import ShardedParameter, rows_of
 from ndbench.parallel._torch_private import local_tensor
 from ndbench.parallel.held import taken
-from ndbench.parallel.peer_memory import ALIGNMENT, SCATTER, Lane, Offsets, PeerMemory, Switch, mark, wait
+from ndbench.parallel.peer_memory import SCATTER, Lane, PeerMemory, Switch, mark, wait
+from ndbench.parallel.peer_rows import Inbox, Reduction, Rows, inboxes
 
-INBOXES = 2
-"""Of blocks, which share them: one fills while the other is added up."""
 SENDING = 2
 """Units whose gradients are kept until they are sent; whoever computes waits for the one before."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Who owns what of one parameter's gradient. Plain numbers: see :meth:`Reducer.listen`."""
-
-    whole: int
-    """Elements of the gradient that backward leaves."""
-    padded: int
-    """Elements that the fullest rank owns."""
-    shape: torch.Size
-    """Of what this rank owns."""
-    replicated: bool = False
-    """Every rank owns all of it."""
-
-    @classmethod
-    def of_shard(cls, of: ShardedParameter) -> Rows:
-        return cls(of.whole, of.padded, local_tensor(of.parameter).shape)
-
-    @classmethod
-    def of_replica(cls, parameter: nn.Parameter) -> Rows:
-        shape = local_tensor(parameter).shape
-        return cls(shape.numel(), shape.numel(), shape, replicated=True)
-
-    def of(self, rank: int) -> tuple[int, int]:
-        """The first element that ``rank`` owns, and how many."""
-        return (0, self.whole) if self.replicated else rows_of(rank, self.padded, self.whole)
-
-
-class Inbox:
-    """Where the other ranks' rows of one unit at a time arrive, from byte ``start`` on."""
-
-    def __init__(self, start: int) -> None:
-        self.start = start
-        self.read = -1
-        """How many barriers there had been when it was last added up; with one more all ranks have done so."""
-
-
-class Reduction:
-    """The gradients of one unit on this rank."""
-
-    def __init__(self, parameters: Iterable[Rows], dtype: torch.dtype) -> None:
-        self.parameters = list(parameters)
-        self.indices = range(len(self.parameters))
-        one_rank, sums = Offsets(), Offsets()
-        self.starts = [one_rank.add(each.padded, dtype) for each in self.parameters]
-        self.places = [sums.add(each.shape.numel(), torch.float32) for each in self.parameters]
-        self.row_bytes, self.sum_bytes = one_rank.size, sums.size
-        self.forget()
-
-    def forget(self) -> None:
-        self.there: dict[int, torch.Tensor] = {}
-        """What backward has left so far, by index."""
-        self.arrived: set[int] = set()
-        self.sum: torch.Tensor | None = None
-        self.norms: dict[int, torch.Tensor] = {}
-        """Of what is in ``sum``, by index, where they came with the sums."""
-        self.added: torch.cuda.Event | None = None
-        """What was sent is sent, and what came is added up."""
-        self.done: torch.cuda.Event | None = None
-        self.waited = False
-
-    def view(self, index: int) -> torch.Tensor:
-        assert self.sum is not None, "it is reduced"
-        start, shape = self.places[index] // self.sum.itemsize, self.parameters[index].shape
-        return self.sum[start : start + shape.numel()].view(shape)
 
 
 class Reducer:
     """Sums the gradients of ``units`` over ``group``, then over ``replicas``, in this order on all ranks.
 
-    Made by all ranks together. It works while ``switch`` is on; what backward leaves out counts as zeros.
+    Made by all ranks together. It works while ``switch`` is on; what backward leaves out counts as zeros, if it ever came.
     ``gathering`` is where this rank fetches parameters, if others write what it fetches.
     """
 
@@ -120,7 +51,7 @@ class Reducer:
         """What is waited for: whatever backward left a gradient for in steps that others took."""
         self._agreed = False
         self._add_up = torch.compile(_add_up_with_norms, dynamic=False) if fused else _add_up
-        self._inboxes, size = _inboxes(self._units, group.size())
+        self._inboxes, size = inboxes(self._units, group.size())
         self._memory = memory(size, group, device)
         self.forget()
         if fused:
@@ -304,20 +235,6 @@ class Reducer:
                 unit.sum = torch.zeros(unit.sum_bytes // 4, dtype=torch.float32, device=self._device)
                 self._sum(unit, inbox)
                 unit.forget()
-
-
-def _inboxes(units: list[Reduction], world: int) -> tuple[list[Inbox], int]:
-    """One for each unit, shared by those of one size, and the bytes of all."""
-    plan, alike, found = Offsets(), dict[int, list[Inbox]](), list[Inbox]()
-    for unit in units:
-        shared = alike.setdefault(unit.row_bytes, [])
-        # One whose rows are just being added up would be waited for; a table comes long after the other.
-        free = [inbox for inbox in shared if inbox not in found[-1:]]
-        if not free and len(shared) < INBOXES:
-            free = [Inbox(plan.add((world - 1) * unit.row_bytes, torch.uint8))]
-            shared += free
-        found.append((free or shared)[0])
-    return found, max(plan.size, ALIGNMENT)
 
 
 def _add_up(sums: list[torch.Tensor], parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
