@@ -27,8 +27,8 @@ SENDING = 2
 class Reducer:
     """Sums the gradients of ``units`` over ``group``, then over ``replicas``, in this order on all ranks.
 
-    Made by all ranks together. It works while ``switch`` is on; what backward leaves out counts as zeros, if it ever came.
-    ``gathering`` is where this rank fetches parameters, if others write what it fetches.
+    Made by all ranks together. It works while ``switch`` is on; what backward leaves out counts as zeros, if it ever
+    came. ``gathering`` is where this rank fetches parameters, if others write what it fetches.
     """
 
     def __init__(
