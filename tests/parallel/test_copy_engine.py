@@ -56,27 +56,15 @@ def test_training_is_the_same_to_the_bit(name: str, micro: int | None, tmp_path:
 @pytest.mark.parametrize("change", ["frozen", "mostly_frozen", "unused", "scaled", "evaluated", "broken"])
 @pytest.mark.parametrize("name", ["fsdp2", "kept", "ddp2"])
 def test_training_is_the_same_whatever_else_happens(name: str, change: str, tmp_path: Path) -> None:
-    if change == "mostly_frozen":
-        _same(name, change, tmp_path, num_hidden_layers=6, micro_batch_size=1)
-    else:
-        _same(name, change, tmp_path)
-
-
-def _same(name: str, change: str, tmp_path: Path, num_hidden_layers: int = 4, **options_of_training: Any) -> None:
     _, options = LAYOUTS[name]
-    for folder in ("copies", "plain"):
-        (tmp_path / folder).mkdir()
-    copies, plain = (
-        pool(2).run(
-            tasks.trained,
-            of(options, collectives, num_hidden_layers, weight_decay=0.5, **options_of_training),
-            str(tmp_path / folder),
-            "FileMemory",
-            change,
-        )
-        for collectives, folder in (("copy_engine", "copies"), ("nccl", "plain"))
-    )
-    for by_copies, by_gloo in zip(copies, plain, strict=True):
+    layers, micro = (6, 1) if change == "mostly_frozen" else (4, None)
+    found = []
+    for collectives in ("copy_engine", "nccl"):
+        folder = tmp_path / collectives
+        folder.mkdir()
+        at = of(options, collectives, layers, weight_decay=0.5, micro_batch_size=micro)
+        found.append(pool(2).run(tasks.trained, at, str(folder), "FileMemory", change))
+    for by_copies, by_gloo in zip(*found, strict=True):
         for what in ("losses", "norms", "parameters"):
             assert by_copies[what] == by_gloo[what], what
 
