@@ -90,6 +90,16 @@ def functional() -> Any:
     return torch.ops._c10d_functional
 
 
+def expect_gradients_strided_like_outputs() -> None:
+    """Graphs compiled from here on expect an output's gradient with the output's strides, not contiguous.
+
+    What comes otherwise is copied, in either case.
+    """
+    import torch._functorch.config as config
+
+    config.guess_tangent_strides_as_outputs = True
+
+
 def symmetric_memory() -> Any:
     """``empty`` and ``rendezvous`` of memory that the ranks of a host map into each other."""
     import torch.distributed._symmetric_memory as module

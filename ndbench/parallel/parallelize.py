@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ndbench.parallel._torch_private import expect_gradients_strided_like_outputs
 from ndbench.parallel.attention import configure
 from ndbench.parallel.checkpointing import apply_checkpointing
 from ndbench.parallel.copies import Copies
@@ -101,6 +102,9 @@ def parallelize(
     apply_checkpointing(blocks, technique.activation_checkpointing)
     if technique.compile:
         options = compile_options() if technique.float8 is not None and device.type == "cuda" else None
+        if mesh.cp.size() > 1:
+            # Attention between two graphs leaves gradients as it was given queries, keys and values: by rows.
+            expect_gradients_strided_like_outputs()
         for module in (*blocks, *_norms_outside(model, blocks)):
             # Its forward, not the module: hooks that come later, FSDP's, stay out of the compiled graph.
             module.forward = torch.compile(module.forward, options=options)  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ndbench.parallel import kernels, masks
 from ndbench.parallel.context import sequence_chunks, shard_sequence
 from ndbench.parallel.kernels import block_backward, block_forward, by_rows
+from ndbench.parallel.ring_sums import RowSum, add_keys, first_keys, no_keys, packed, sum_dtype, unpacked
 
 MASKED_ROWS = 1024
 """Query rows of a tile that needs a mask: bounds the mask's memory to this many rows of local keys."""
@@ -152,28 +153,6 @@ class _TileMasks:
         return held, shard_sequence(self.documents, self.size, rank, "ring")[:, part]
 
 
-def sum_dtype(dtype: torch.dtype, summands: int) -> torch.dtype:
-    """What up to ``summands`` blocks of ``dtype`` are added up in: float32 at least, unless they are two.
-
-    One addition is computed in float32 and rounded once whatever it is stored in; more would round each time.
-    """
-    return dtype if summands <= 2 else torch.promote_types(dtype, torch.float32)
-
-
-def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """k and v [b, h, s, d] as one tensor [2, b, s, h, d] to send."""
-    return torch.stack((k.transpose(1, 2), v.transpose(1, 2)))
-
-
-def _unpacked(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return kv[0].transpose(1, 2), kv[1].transpose(1, 2)
-
-
-def _add_keys(dkv: torch.Tensor, keys: slice, block: list[torch.Tensor]) -> None:
-    for total, part in zip(_unpacked(dkv), block, strict=True):
-        total[:, :, keys] += part
-
-
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -192,7 +171,7 @@ class _RingAttention(torch.autograd.Function):
         # No kernel's output is written to: selective checkpointing keeps it.
         out = torch.empty(b, s, h, d, dtype=sum_dtype(q.dtype, size), device=q.device).transpose(1, 2)
         lse = torch.empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        held, sending = (k, v), _packed(k, v)
+        held, sending = (k, v), packed(k, v)
         for step in range(size):
             source = (rank - step) % size
             coming = _Rotation(sending, plan.group) if step + 1 < size else None
@@ -208,7 +187,7 @@ class _RingAttention(torch.autograd.Function):
                     merge_into(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
             if coming is not None:
                 sending = coming.wait()
-                held = _unpacked(sending)
+                held = unpacked(sending)
         out = out.to(q.dtype)
         # With the keys that came last backward begins, and so needs no rotation before it computes.
         ctx.save_for_backward(q, k, v, out, lse, sending, *([] if documents is None else [documents]))
@@ -225,11 +204,11 @@ class _RingAttention(torch.autograd.Function):
         dout = by_rows(dout)
         # A mask makes many tiles, which share keys; without one a step has one tile.
         many = plan.window is not None or documents is not None
-        sums, precise = sum_dtype(q.dtype, size), torch.promote_types(q.dtype, torch.float32)
-        dq: torch.Tensor | None = None
+        precise = torch.promote_types(q.dtype, torch.float32)
+        dq = RowSum(q, sum_dtype(q.dtype, size))
         # Forward's steps the other way round, and the keys the other way: the last step is on this rank's own, so their
         # gradients come home while it computes, and no transfer is left when it ends.
-        held = _unpacked(sending)
+        held = unpacked(sending)
         travelling: _Rotation | None = None
         dkv: torch.Tensor | None = None
         for step in reversed(range(size)):
@@ -238,8 +217,6 @@ class _RingAttention(torch.autograd.Function):
                 held = (k, v)
             coming = _Rotation(sending, plan.group, back=True) if step > 1 else None
             arriving, dkv = travelling, None
-            if many or arriving is None:
-                dkv = torch.zeros(_packed_shape(k), dtype=precise if many else k.dtype, device=q.device)
             for tile in tiles(size, rank, source, q.shape[2], plan.window, documents is not None):
                 rows, keys = tile.queries, tile.keys
                 block_dq, *block_dkv = block_backward(
@@ -247,32 +224,26 @@ class _RingAttention(torch.autograd.Function):
                     out[:, :, rows], lse[:, :, rows],
                     causal=tile.mask == "causal", mask=mask_of(tile, source), scale=plan.scale, asked=plan.kernel,
                 )  # fmt: skip
-                if dq is None and len(block_dq[0, 0]) == q.shape[2]:
-                    dq = block_dq.to(sums)
-                else:
-                    dq = torch.zeros_like(q, dtype=sums) if dq is None else dq
-                    dq[:, :, rows] += block_dq
+                dq.add(rows, block_dq)
                 if dkv is not None:
-                    _add_keys(dkv, keys, block_dkv)
+                    add_keys(dkv, keys, block_dkv)
+                elif many or arriving is None:
+                    dkv = first_keys(k, keys, block_dkv, precise if many else k.dtype)
+            if dkv is None and many:  # a window may leave a step without a tile
+                dkv = no_keys(k, precise)
             # The gradients of source's keys arrive from the rank that held them before, and go on with our share: their
             # transfer hides behind the next step's block. They travel in float32 while they are a sum; what one kernel
             # gave loses nothing in less.
             if dkv is None:
                 assert arriving is not None, "it was made above otherwise"
-                dkv = arriving.wait().to(sums)
-                _add_keys(dkv, keys, block_dkv)
+                dkv = arriving.wait().to(dq.dtype)
+                add_keys(dkv, keys, block_dkv)
             elif arriving is not None:
                 dkv += arriving.wait()
             travelling = None if home else _Rotation(dkv, plan.group, back=True)
             if coming is not None:
                 sending = coming.wait()
-                held = _unpacked(sending)
-        assert dq is not None
+                held = unpacked(sending)
         assert dkv is not None
-        dk, dv = _unpacked(dkv.to(k.dtype))
-        return dq.to(q.dtype), dk, dv, None, None
-
-
-def _packed_shape(k: torch.Tensor) -> tuple[int, ...]:
-    b, h, s, d = k.shape
-    return (2, b, s, h, d)
+        dk, dv = unpacked(dkv.to(k.dtype))
+        return dq.whole().to(q.dtype), dk, dv, None, None

@@ -73,14 +73,15 @@ def sum_and_gradient(
     local = labels - start
     here = valid & (local >= 0) & (local < x.shape[-1])
     index = local.masked_fill(~here, 0)[:, None]
-    highest = x.amax(dim=-1)
+    # In this very form Inductor finds maximum and sum in one pass over the logits.
+    highest = x.amax(dim=-1, keepdim=True)
     if group is not None:
         highest = all_reduce(highest, group, "max")
-    shifted = x - highest[:, None]
+    shifted = x - highest
     target = shifted.gather(1, index)[:, 0].masked_fill(~here, 0.0)
     fused = torch.compiler.is_compiling()
     exponentials = shifted.exp() if fused else shifted.exp_()
-    total = exponentials.sum(dim=-1)
+    total = exponentials.sum(dim=-1, keepdim=True)[:, 0]
     if group is not None:
         total, target = all_reduce(torch.stack([total, target]), group)
     scale = torch.where(valid, 1.0 / total, 0.0)[:, None]
@@ -168,7 +169,8 @@ class _Chunked(torch.autograd.Function):
         upstream: Upstream | None,
     ) -> torch.Tensor:
         hidden_grad = torch.empty_like(hidden)
-        weight_grads, bias_grads = _RunningSum(), _RunningSum()
+        chunks = -(-len(hidden) // chunk_size)
+        weight_grads, bias_grads = _RunningSum(chunks), _RunningSum(chunks)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         pieces = (torch.split(x, chunk_size) for x in (hidden, hidden_grad, labels))
         for piece, piece_grad, piece_labels in zip(*pieces, strict=True):
@@ -176,7 +178,7 @@ class _Chunked(torch.autograd.Function):
             value, gradient = _value_and_gradient(logits, piece_labels, loss, transform, upstream)
             total += value
             torch.mm(gradient, weight, out=piece_grad)
-            weight_grads.add(gradient.t() @ piece)
+            weight_grads.add_product(gradient.t(), piece)
             if bias is not None:
                 bias_grads.add(gradient.sum(dim=0))
         ctx.save_for_backward(hidden_grad, weight_grads.sum, bias_grads.sum)
@@ -211,9 +213,22 @@ def _value_and_gradient(
 
 
 class _RunningSum:
-    """A sum in float32, or the one summand as it came."""
+    """A sum of ``summands`` in float32, or in their own dtype when they are at most two: that rounds once."""
 
     sum: torch.Tensor | None = None
 
+    def __init__(self, summands: int) -> None:
+        self._wide = summands > 2
+
     def add(self, summand: torch.Tensor) -> None:
-        self.sum = summand if self.sum is None else self.sum.to(torch.float32).add_(summand)
+        if self.sum is None:
+            self.sum = summand
+        else:
+            self.sum = (self.sum.to(torch.float32) if self._wide else self.sum).add_(summand)
+
+    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add ``left @ right``: to one that is there within the product, where nothing is to be made wider."""
+        if self.sum is None or self._wide:
+            self.add(left @ right)
+        else:
+            self.sum.addmm_(left, right)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ndbench.parallel._torch_private import TRIED_TORCH, functional
+from ndbench.parallel._torch_private import TRIED_TORCH, expect_gradients_strided_like_outputs, functional
 
 
 def test_private_names_exist_in_this_torch() -> None:
@@ -17,3 +21,35 @@ def test_private_names_exist_in_this_torch() -> None:
     assert "_local_tensor" in DTensor.__slots__, tried
     for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor"):
         assert hasattr(functional(), name), tried
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies and clones of tensors of a shape."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.clone.default):
+            self.count += args[0].shape == self.shape
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("strided", [True, False])
+def test_a_gradient_with_its_outputs_strides_is_not_copied(strided: bool) -> None:
+    """Without it, each layer of the ring copies the gradients of queries, keys and values once more."""
+    import torch._functorch.config as config
+
+    weight = torch.randn(8, 8, requires_grad=True)
+    heads = torch.compile(lambda x: (x @ weight).view(2, 6, 2, 4).transpose(1, 2), backend="aot_eager")
+    with config.patch(guess_tangent_strides_as_outputs=False):
+        if strided:
+            expect_gradients_strided_like_outputs()
+        out = heads(torch.randn(12, 8))
+    gradient = torch.randn(2, 6, 2, 4).transpose(1, 2)
+    assert gradient.stride() == out.stride() != gradient.contiguous().stride()
+    with Copies(out.shape) as copies:
+        out.backward(gradient)
+    assert copies.count == (0 if strided else 1)
+    assert weight.grad is not None
