@@ -41,6 +41,7 @@ def test_a_gradient_with_its_outputs_strides_is_not_copied(strided: bool) -> Non
     """Without it, each layer of the ring copies the gradients of queries, keys and values once more."""
     import torch._functorch.config as config
 
+    torch.compiler.reset()  # what the other case has compiled
     weight = torch.randn(8, 8, requires_grad=True)
     heads = torch.compile(lambda x: (x @ weight).view(2, 6, 2, 4).transpose(1, 2), backend="aot_eager")
     with config.patch(guess_tangent_strides_as_outputs=False):
