@@ -116,6 +116,7 @@ class BundledEngine:
                 built.transformers,
                 kernel,
                 _accumulates(training, mesh.config),
+                tokens_of(training, mesh.config),
                 low,
             ),
         )
@@ -218,6 +219,11 @@ def _kernel(built: Any, mesh: Mesh, device: torch.device, dtype: torch.dtype, as
     kv_heads = getattr(model, "num_key_value_heads", None) or heads
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // heads
     return choose_kernel(device, dtype, max(heads // split, 1), max(kv_heads // split, 1), head_dim, asked)
+
+
+def tokens_of(training: TrainingConfig, parallelism: ParallelismConfig) -> int:
+    """Tokens that a rank computes in an optimizer step."""
+    return training.global_batch_size // parallelism.batch_size * training.sequence_length // parallelism.cp_size
 
 
 def _accumulates(training: TrainingConfig, parallelism: ParallelismConfig) -> bool:

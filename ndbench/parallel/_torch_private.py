@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C import _len_torch_dispatch_stack
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 TRIED_TORCH = ("2.11.0", "2.13.0", "2.14.1")
 
@@ -38,6 +39,20 @@ def group_name(group: dist.ProcessGroup) -> str:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that this rank holds: of a DTensor its local part itself (no view, no autograd)."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def placed_like(original: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local`` as what ``original`` is: itself, or a DTensor over the same mesh."""
+    if not isinstance(original, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        original.device_mesh,
+        original.placements,
+        run_check=False,
+        shape=original.shape,
+        stride=original.stride(),
+    )
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -118,6 +118,16 @@ class ParallelismConfig:
         """Number of ranks that share one copy of the parameters: dp_shard x cp."""
         return self.dp_shard_size * self.cp_size
 
+    def exchanges_rows(self, vocab_size: int, tokens: int) -> bool:
+        """Does FSDP exchange the embedding's rows that ``tokens`` (a rank's in an optimizer step) ask for?
+
+        Instead of the table, if that sends less: tokens come to this rank from its shards in forward, their gradients
+        to it from all ranks in backward; the table's rows would be gathered and their gradients reduced.
+        """
+        shards = self.fsdp_size
+        rows = (shards - 1 + shards * self.dp_replicate_size - 1) * tokens
+        return self.tp_size == 1 and not self.cpu_offload and rows < 2 * (shards - 1) * -(-vocab_size // shards)
+
     def resolved(self, world_size: int) -> ParallelismConfig:
         """The same layout with a degree of -1 replaced by ``world_size`` over the product of the others.
 

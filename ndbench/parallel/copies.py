@@ -45,9 +45,9 @@ class Copies:
         """Will the next step take the copies as they are? Told by counters on the host."""
         return self._trusted and self.unchanged
 
-    def of(self, original: nn.Parameter) -> torch.Tensor:
-        """This rank's part of the copy of ``original``: whoever changes the original may write both."""
-        return self._of[id(original)]
+    def of(self, original: nn.Parameter) -> torch.Tensor | None:
+        """This rank's part of the copy of ``original``, if it has one: whoever changes the original may write both."""
+        return self._of.get(id(original))
 
     def written(self) -> None:
         """Whoever changed the originals has written the copies, too."""

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from ndbench.parallel._torch_private import local_tensor
+from ndbench.parallel._torch_private import local_tensor, placed_like
 from ndbench.parallel.data import set_gradient_sync
 
 Leaves = Iterable[tuple[nn.Parameter, nn.Parameter]]
@@ -109,17 +108,3 @@ def taken(leaf: torch.Tensor) -> torch.Tensor:
     gradient = local_tensor(leaf.grad)
     leaf.grad = None
     return gradient
-
-
-def placed_like(original: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """``local`` as what ``original`` is: itself, or a DTensor over the same mesh."""
-    if not isinstance(original, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        original.device_mesh,
-        original.placements,
-        run_check=False,
-        shape=original.shape,
-        stride=original.stride(),
-    )

@@ -17,7 +17,8 @@ from ndbench.parallel.attention import configure
 from ndbench.parallel.checkpointing import apply_checkpointing
 from ndbench.parallel.copies import Copies
 from ndbench.parallel.copy_engine import CopyEngines, replicate_by_copies, shard_by_copies
-from ndbench.parallel.data import apply_fully_shard
+from ndbench.parallel.data import apply_fully_shard, tables_of
+from ndbench.parallel.embedding import exchange_rows, serves
 from ndbench.parallel.float8 import Float8, apply_float8, compile_options
 from ndbench.parallel.held import Held, HeldAsComputed
 from ndbench.parallel.initialize import Weights, fill, materialize
@@ -42,6 +43,8 @@ class Technique:
     """One of ``sdpa.KERNELS``; None leaves the choice to PyTorch."""
     accumulates: bool = True
     """A step may be several micro-batches, whose gradients are added up before they are reduced."""
+    tokens: int | None = None
+    """Of a rank in an optimizer step; None: not known."""
     float8: Float8 | None = None
     """The blocks' linear layers multiply in FP8; ``param_dtype`` is what the rest computes in."""
 
@@ -111,7 +114,12 @@ def parallelize(
 
     # 4. FSDP last: it gathers what TP left, outside the compiled and recomputed part. A rank whose parameters nothing
     #    shards needs it only for its offload.
+    #    An embedding may have less to send: then its ranks exchange rows, and FSDP leaves it alone.
     sharded = mesh.fsdp.size() > 1 or mesh.config.cpu_offload
+    if sharded and technique.tokens is not None:
+        for table in filter(serves, tables_of(model)[:1]):
+            if mesh.config.exchanges_rows(table.num_embeddings, technique.tokens):
+                exchange_rows(table, mesh, technique.param_dtype)
     units = apply_fully_shard(model, blocks, mesh, technique.param_dtype) if sharded else []
 
     # 5. Only now is memory allocated, a shard at a time.

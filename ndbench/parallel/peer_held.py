@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ndbench.parallel.held import Held, placed_like
+from ndbench.parallel._torch_private import placed_like
+from ndbench.parallel.held import Held
 from ndbench.parallel.peer_gather import PeerShards
 from ndbench.parallel.peer_scatter import Reducer
 

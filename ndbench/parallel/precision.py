@@ -13,9 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ndbench.parallel._torch_private import local_tensor
+from ndbench.parallel._torch_private import local_tensor, placed_like
 from ndbench.parallel.copies import Copies
-from ndbench.parallel.held import placed_like
 
 
 class ComputeCopies(Copies):

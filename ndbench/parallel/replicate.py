@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ndbench.parallel._torch_private import local_tensor
-from ndbench.parallel.held import Held, Leaves, placed_like, taken
+from ndbench.parallel._torch_private import local_tensor, placed_like
+from ndbench.parallel.held import Held, Leaves, taken
 from ndbench.parallel.peer_memory import Switch
 
 ALIGNMENT = 4

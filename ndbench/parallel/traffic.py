@@ -118,6 +118,12 @@ def _reduced(size: int, ranks: int) -> int:
     return 2 * (ranks - 1) * size // ranks
 
 
+def _rows(model: LlamaShape, layout: ParallelismConfig, step: StepShape) -> bool:
+    """Does FSDP exchange the embedding's rows? See ``embedding.py``."""
+    tokens = step.global_batch_size // layout.batch_size * step.sequence_length // layout.cp_size
+    return not model.tie_word_embeddings and layout.exchanges_rows(model.vocab_size, tokens)
+
+
 def _micro(layout: ParallelismConfig, step: StepShape) -> tuple[int, int]:
     """Micro-steps of an optimizer step, and sequences of one."""
     rows = step.global_batch_size // layout.batch_size
@@ -128,6 +134,9 @@ def _micro(layout: ParallelismConfig, step: StepShape) -> tuple[int, int]:
 def _data(total: _Sum, model: LlamaShape, layout: ParallelismConfig, step: StepShape) -> None:
     """FSDP gathers a unit before its forward and a block again before its backward; gradients are scattered once.
 
+    Where fewer rows of the embedding are asked for than it has, each micro-step tells all ranks its tokens (int64),
+    brings a rank its tokens' rows, and their gradients to all ranks.
+
     Where nothing is sharded, replicas sum each block, and what is after and before the blocks apart. A step by copy
     engines is watched as NCCL takes it; of gradients that it does not add up it sends them in the computed dtype.
     """
@@ -135,7 +144,16 @@ def _data(total: _Sum, model: LlamaShape, layout: ParallelismConfig, step: StepS
     layers, shards, replicas = model.num_hidden_layers, layout.fsdp_size, layout.dp_replicate_size
     axis = group_label(layout, VIEWS["fsdp"])
     freed = max(layers - layout.kept_blocks, 0) if layout.reshard_after_forward else 0
-    units_of = [(layers, freed, block_shard(model, layout)), *((1, 0, size) for size in _outside(model, layout))]
+    outside = _outside(model, layout)
+    if shards > 1 and _rows(model, layout, step):
+        outside = outside[1:]
+        _, rows = _micro(layout, step)
+        tokens, ranks = rows * step.sequence_length // layout.cp_size, replicas * shards
+        states, everyone = tokens * model.hidden_size * step.element_size, group_label(layout, VIEWS["loss"])
+        total.add("all_gather", everyone, micro_steps, (ranks - 1) * tokens * 8)
+        total.add("reduce_scatter", axis, micro_steps, (shards - 1) * states)
+        total.add("all_gather", everyone, micro_steps, (ranks - 1) * states)
+    units_of = [(layers, freed, block_shard(model, layout)), *((1, 0, size) for size in outside)]
     for units, again, size in units_of:
         if shards > 1:
             total.add("all_gather", axis, micro_steps * (units + again), (shards - 1) * size * step.element_size)

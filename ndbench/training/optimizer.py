@@ -169,8 +169,9 @@ class ShardOptimizer:
             gradient = self.held.of(parameter)
             if gradient is not None:
                 gradients[local] = gradient
-            if self.copies is not None:
-                copies[local] = self.copies.of(parameter)
+            copy = None if self.copies is None else self.copies.of(parameter)
+            if copy is not None:
+                copies[local] = copy
         device = locals_[0].device  # with offload not that of the norm
         compiled.step(torch.ones((), device=device) if scale is None else scale.to(device), gradients, copies)
         if self.copies is not None and unchanged:
