@@ -26,12 +26,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def of(options: dict[str, Any], collectives: str, layers: int = 4, **changes: Any) -> Case:
+def of(options: dict[str, Any], collectives: str, layers: int = 4, vocab_size: int = 132, **changes: Any) -> Case:
     fields = {"precision": "bf16", "optimizer": "adamw", "learning_rate": 0.01} | changes
     at = layout(**options, data_collectives=collectives)
-    return case(
-        at, llama(num_hidden_layers=layers, vocab_size=132), training=training(**fields), steps=WARM_UP_STEPS + 2
-    )
+    model = llama(num_hidden_layers=layers, vocab_size=vocab_size)
+    return case(at, model, training=training(**fields), steps=WARM_UP_STEPS + 2)
 
 
 def run(at: Case, ranks: int, folder: Path, memory: str = "FileMemory") -> list[dict[str, Any]]:
@@ -51,6 +50,19 @@ def test_training_is_the_same_to_the_bit(name: str, micro: int | None, tmp_path:
             assert by_copies[what] == by_gloo[what], what
     assert copies[0]["buffers"] == (2 if "shard" in options else 1), "what ranks fetch, and what they send"
     assert plain[0]["buffers"] == 0
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "kept", "hsdp2x2"])
+def test_rows_of_a_large_embedding_are_exchanged_beside_the_copies(name: str, tmp_path: Path) -> None:
+    ranks, options = LAYOUTS[name]
+    found = []
+    for collectives in ("copy_engine", "nccl"):
+        at = of(options, collectives, 3, vocab_size=4099)
+        assert at.parallelism.exchanges_rows(4099, 128)
+        found.append(run(at, ranks, tmp_path / collectives))
+    for by_copies, by_gloo in zip(*found, strict=True):
+        for what in ("losses", "norms", "parameters"):
+            assert by_copies[what] == by_gloo[what], what
 
 
 @pytest.mark.parametrize("change", ["frozen", "mostly_frozen", "unused", "scaled", "evaluated", "broken"])

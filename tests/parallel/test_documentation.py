@@ -62,7 +62,8 @@ def symbols(at: ParallelismConfig, step: StepShape) -> dict[str, Any]:
         "M": each // b, "L": MODEL.num_hidden_layers, "H": MODEL.hidden_size, "V": MODEL.vocab_size, "b": b,
         "e": step.element_size, "g": max(step.element_size, 4), "s": step.sequence_length // cp,
         "t": b * step.sequence_length // cp, "d": MODEL.head_dim, "h": MODEL.num_attention_heads // T, "kv": kv,
-        "kept": at.kept_blocks, "tables": 1 if rows else 2, "kv_repeated": kv * kv_replication(kv, cp), "block": block_shard(MODEL, at),
+        "tables": 1 if rows else 2, "kept": at.kept_blocks,
+        "kv_repeated": kv * kv_replication(kv, cp), "block": block_shard(MODEL, at),
         "table": math.ceil(math.ceil(MODEL.vocab_size / T) / F) * MODEL.hidden_size,
         "norm": math.ceil(MODEL.hidden_size / F),
     }  # fmt: skip

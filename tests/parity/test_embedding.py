@@ -43,9 +43,13 @@ def test_rows_are_exchanged_and_the_numbers_kept(at: ParallelismConfig) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"micro_batch_size": 1}, {"activation_checkpointing": "full", "loss_chunk_size": 7}, {"optimizer": "adamw", "learning_rate": 1e-3}],
+    [
+        {"micro_batch_size": 1},
+        {"activation_checkpointing": "full", "loss_chunk_size": 7},
+        {"optimizer": "adamw", "learning_rate": 1e-3},
+    ],
     ids=lambda changes: next(iter(changes)),
-)  # fmt: skip
+)
 def test_so_they_are_with_other_techniques(changes: dict[str, Any]) -> None:
     assert_parity(large(layout(2, 2), **changes))
 
