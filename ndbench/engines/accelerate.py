@@ -257,7 +257,6 @@ def _model(config: ModelConfig, training: TrainingConfig, device: torch.device, 
     """The bundled engine's model and starting weights, with transformers' own attention and, on ``tp_mesh``, its TP."""
     import torch
 
-    from ndbench.parallel._torch_private import local_tensor
     from ndbench.parallel.initialize import Weights, fill, materialize
     from ndbench.training.models import build_model
 
@@ -283,7 +282,18 @@ def _model(config: ModelConfig, training: TrainingConfig, device: torch.device, 
         dtype=torch.float32,
         attn_implementation="sdpa",
     )
-    for parameter in made.parameters():  # a shard may be a view of the whole, which would stay in memory with it
-        local = local_tensor(parameter)
-        local.data = local.data.clone()
+    _own_memory(made)
     return made
+
+
+def _own_memory(model: nn.Module) -> None:
+    """Copy each parameter: on a GPU a shard is a view of the whole weight, which would stay in memory with it.
+
+    A DTensor is copied as one. Its local part alone would lose the offset in the whole that the DTensor goes on telling
+    (on all ranks but the first), and torch.compile cannot trace one whose two offsets differ.
+    """
+    import torch
+
+    for parameter in model.parameters():
+        copied = torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, copied)  # type: ignore[no-untyped-call]

@@ -31,11 +31,30 @@ def test_accelerate_takes_the_same_steps(parallelism: object) -> None:
     """Sequences without a valid token, unequal numbers of tokens, clipping, decay and a schedule included."""
     steps = training(optimizer="adamw", learning_rate=1e-2, weight_decay=0.1, schedule="linear", steps=6)
     at = case(parallelism, llama(initializer_range=0.05), training=steps, weight_jitter=0.0)  # type: ignore[arg-type]
-    for ours, theirs in pool(2).run(rank_tasks.side_by_side, at):
+    assert_the_same_steps(pool(2).run(rank_tasks.side_by_side, at))
+
+
+@installed
+def test_accelerates_compiled_tp_takes_the_same_steps() -> None:
+    steps = training(optimizer="adamw", learning_rate=1e-2, weight_decay=0.1, schedule="linear", compile=True)
+    model = llama(initializer_range=0.05, vocab_size=132, num_hidden_layers=1)
+    at = case(layout(tp=2), model, training=steps, weight_jitter=0.0)
+    assert_the_same_steps(pool(2).run(rank_tasks.compiled_side_by_side, at))
+
+
+def assert_the_same_steps(ranks: list[list[list[tuple[float, float, int]]]]) -> None:
+    for ours, theirs in ranks:
         assert [tokens for *_, tokens in ours] == [tokens for *_, tokens in theirs]
         for (loss, norm, _), (their_loss, their_norm, _) in zip(ours, theirs, strict=True):
             assert their_loss == pytest.approx(loss, rel=1e-5)
             assert their_norm == pytest.approx(norm, rel=1e-4)
+
+
+def test_shards_that_are_views_of_the_whole_weight_are_copied_and_compile() -> None:
+    """As transformers slices weights that are on the GPU: all ranks' but the first begin at an offset."""
+    for kept, right in pool(2).run(rank_tasks.shards_of_their_own):
+        assert kept == [8 * 4 * 4]  # one parameter, tied
+        assert right
 
 
 @installed
