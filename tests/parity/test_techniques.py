@@ -53,7 +53,18 @@ def test_compiled_blocks_keep_the_numbers(parallelism: Any) -> None:
     assert all(now > then for now, then in zip(ranks_of_it.run(graphs), before, strict=True)), "nothing was compiled"
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(
+    "parallelism",
+    [layout(), layout(1, 2), layout(1, 1, 1, 2), layout(1, 1, 2), layout(1, 1, 2, cp_method="ulysses")],
+    ids=lambda each: f"{each.layout}_{each.cp_method}",
+)
+def test_compiled_blocks_that_keep_attention_keep_the_numbers(parallelism: Any) -> None:
+    steps = training(compile=True, activation_checkpointing="attention")
+    here = case(parallelism, llama(num_hidden_layers=1), training=steps, tensors=False)
+    assert_small(here, errors(here, traced_only))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "attention"])
 @pytest.mark.parametrize("parallelism", [FSDP_TP, FSDP_CP, CP_TP], ids=lambda each: each.layout)
 def test_activation_checkpointing_keeps_the_numbers(parallelism: Any, mode: str) -> None:
     assert_parity(case(parallelism, training=training(activation_checkpointing=mode)))
