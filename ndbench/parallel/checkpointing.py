@@ -53,6 +53,14 @@ def apply_checkpointing(blocks: list[nn.Module], mode: str) -> None:
         block.forward = functools.partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
 
 
+def compiles_inside(block: nn.Module, mode: str) -> bool:
+    """Whether ``block`` is to be compiled before :func:`apply_checkpointing`, and not with what that makes of it.
+
+    Not under ``selective``: what it keeps are operators, and compiled code does not show them.
+    """
+    return mode in ("full", "attention") and uses_ring(block)
+
+
 def _selective(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     name = _name(op)
     return _kept_if(name in _MATMULS or name in _ATTENTION or name.startswith(_COLLECTIVES))
