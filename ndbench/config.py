@@ -108,7 +108,7 @@ class TrainingConfig:
     max_grad_value: float | None = None
     """Then clamp each element of the global gradient to plus or minus this; null leaves it alone."""
     activation_checkpointing: str = "none"
-    """``none``, ``full`` or ``selective``."""
+    """``none``, ``full``, ``selective`` or ``attention``."""
     compile: bool = False
     """torch.compile each transformer block."""
     cuda_graphs: bool | None = False

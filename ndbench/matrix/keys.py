@@ -21,7 +21,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "training.precision": ("fp32", "bf16", "fp8"),
     "training.optimizer": ("adamw", "sgd"),
     "training.schedule": ("constant", "linear", "cosine", "wsd"),
-    "training.activation_checkpointing": ("none", "full", "selective"),
+    "training.activation_checkpointing": ("none", "full", "selective", "attention"),
     "data.name": ("markov", "source", "text", "dataset"),
     "data.documents": ("stream", "packed", "padded"),
     "checkpoint.mode": ("sharded", "async", "full", "hf"),

@@ -75,6 +75,8 @@ COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 """Bytes of an activation by training precision (fp8 is a format of matmul operands only)."""
 MASTER_BYTES = 4
 """Parameters, gradients and optimizer state are kept in float32."""
+LSE_BYTES = 4
+"""Of attention's log-sum-exp, a query and head: float32 whatever computes."""
 CUDA_CONTEXT_BYTES = 2 * 2**30
 """What the CUDA context, cuBLAS and NCCL take outside of the allocator."""
 
@@ -101,8 +103,9 @@ def memory_parts(cell: Cell) -> dict[str, int] | None:
         copies       instead of gathered where s = 1: b P / t, none in float32; with data_collectives=copy_engine
                      b P / (t s) of the blocks that are freed after forward
         activations  b T x (10 H / r + (3 A + 3 K + 4 I) / t) a layer; compiled blocks and selective checkpointing:
-                     (2 H / r + (2 A + 2 K + 3 I) / t); full checkpointing: H / r a layer, and one whole layer; 2 K / t
-                     more a whole layer for the keys that came last round a ring
+                     (2 H / r + (2 A + 2 K + 3 I) / t); full checkpointing: H / r a layer, and one whole layer;
+                     attention: A / t more a layer, and 4 T x heads / t of log-sum-exp; 2 K / t more a whole layer for
+                     the keys that came last round a ring
         logits       T (or a chunk) x vocab / (t under loss parallelism) x (b + 8): logits, their float32 copy, gradient
         not_at_once  -min(gradients, activations + logits): backward frees these as it makes those; 0 when gradients are
                      accumulated over micro-batches
@@ -166,9 +169,11 @@ def _activations(cell: Cell, shape: Shape, tokens: float, width: int) -> float:
     fused = 2 * shape.hidden / residual_split + (2 * q + 2 * kv + 3 * shape.intermediate) / tp
     ring = 2 * kv / tp if layout.cp_size > 1 and layout.cp_method == "ring" else 0.0
     whole = (fused if training.compile else eager) + ring
+    attended = (q + shape.heads * LSE_BYTES / width) / tp
     kept = {
         "none": shape.layers * whole,
         "selective": shape.layers * fused + whole,
+        "attention": shape.layers * (shape.hidden / residual_split + attended) + whole,
         "full": shape.layers * shape.hidden / residual_split + whole,
     }[training.activation_checkpointing]
     return width * tokens * kept

@@ -103,6 +103,12 @@ def configure(
     return found
 
 
+def uses_ring(block: torch.nn.Module) -> bool:
+    """Whether a layer of ``block`` was configured for the ring, whose result no operator of PyTorch gives."""
+    found = (getattr(module, _CONTEXT, None) for module in block.modules())
+    return any(each is not None and each.group is not None and each.method == "ring" for each in found)
+
+
 def attention_kernel(
     device_type: str, dtype: torch.dtype, cp_size: int, method: str, masked: bool, kernel: str | None = None
 ) -> str:

@@ -2,7 +2,9 @@
 
 ``full`` keeps a block's input only; ``selective`` also keeps the outputs of matmuls, attention and collectives, which
 are dear to compute again, and recomputes the rest (Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models"). Parameter names do not change. It knows nothing of how blocks are sharded.
+Transformer Models"); ``attention`` keeps the input and what attention kernels gave, output and log-sum-exp, which are
+small and the dearest of all in long sequences. Parameter names do not change. Of how blocks are sharded it asks one
+thing: whether attention is the ring, which keeps its merged result itself (``kept.py``).
 """
 
 from __future__ import annotations
@@ -14,15 +16,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ndbench.parallel import kept
+from ndbench.parallel.attention import uses_ring
 from ndbench.parallel.config import CHECKPOINTING_MODES
 
-_KEPT_NAMESPACES = ("_c10d_functional",)
-_KEPT = (
+_COLLECTIVES = ("_c10d_functional",)
+_MATMULS = (
     "aten::mm",
     "aten::addmm",
     "aten::bmm",
     "aten::baddbmm",
     "aten::_scaled_mm",
+)
+_ATTENTION = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",
@@ -37,16 +43,39 @@ def apply_checkpointing(blocks: list[nn.Module], mode: str) -> None:
         raise ValueError(f"activation_checkpointing is '{mode}', known are {', '.join(CHECKPOINTING_MODES)}")
     if mode == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for block in blocks:
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if mode == "attention" and uses_ring(block):
+            # Its kernels' outputs are one for each rank that the keys came from: larger than what they are merged into.
+            options["context_fn"] = kept.contexts
+        elif mode in _POLICIES:
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _POLICIES[mode])
         block.forward = functools.partial(checkpoint, block.forward, **options)  # type: ignore[method-assign]
 
 
-def _policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    if isinstance(op, torch._ops.OpOverload):
-        name = op._schema.name
-        if name in _KEPT or name.startswith(_KEPT_NAMESPACES):
-            return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+def compiles_inside(block: nn.Module, mode: str) -> bool:
+    """Whether ``block`` is to be compiled before :func:`apply_checkpointing`, and not with what that makes of it.
+
+    Not under ``selective``: what it keeps are operators, and compiled code does not show them.
+    """
+    return mode in ("full", "attention") and uses_ring(block)
+
+
+def _selective(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    name = _name(op)
+    return _kept_if(name in _MATMULS or name in _ATTENTION or name.startswith(_COLLECTIVES))
+
+
+def _attention(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return _kept_if(_name(op) in _ATTENTION)
+
+
+def _name(op: Any) -> str:
+    return op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
+
+
+def _kept_if(dear: bool) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_POLICIES = {"selective": _selective, "attention": _attention}

@@ -18,8 +18,9 @@ AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes from the slowest to the fastest varying rank index."""
 
 DATA_COLLECTIVES = ("nccl", "copy_engine")
-CHECKPOINTING_MODES = ("none", "full", "selective")
-"""Activation checkpointing: keep everything, a block's input only, or that and what is dear to compute again."""
+CHECKPOINTING_MODES = ("none", "full", "selective", "attention")
+"""Activation checkpointing: keep everything, a block's input only, or that and what is dear to compute again, or that
+and what attention gave."""
 
 ATTENTION_KERNELS = ("cudnn", "flash")
 """CUDA kernels that attention can be asked to use."""

@@ -5,16 +5,17 @@ Each step takes just its own mesh and options. What cannot work was refused befo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from ndbench.parallel._torch_private import expect_gradients_strided_like_outputs
 from ndbench.parallel.attention import configure
-from ndbench.parallel.checkpointing import apply_checkpointing
+from ndbench.parallel.checkpointing import apply_checkpointing, compiles_inside
 from ndbench.parallel.copies import Copies
 from ndbench.parallel.copy_engine import CopyEngines, replicate_by_copies, shard_by_copies
 from ndbench.parallel.data import apply_fully_shard, tables_of
@@ -101,16 +102,18 @@ def parallelize(
         cp_group = mesh.cp.get_group() if mesh.cp.size() > 1 else None
         configure(model, cp_group, mesh.config.cp_method, technique.attention_kernel, fused)
 
-    # 3. Recomputation encloses TP's and CP's communication, and is what gets compiled.
-    apply_checkpointing(blocks, technique.activation_checkpointing)
+    # 3. Recomputation encloses TP's and CP's communication, and is what gets compiled. Only where the ring breaks the
+    #    graph compiled parts are what is computed again: PyTorch compiles nothing of a checkpoint with a break in it.
+    options = compile_options() if technique.float8 is not None and device.type == "cuda" else None
+    inside = [block for block in blocks if compiles_inside(block, technique.activation_checkpointing)]
     if technique.compile:
-        options = compile_options() if technique.float8 is not None and device.type == "cuda" else None
         if mesh.cp.size() > 1:
             # Attention between two graphs leaves gradients as it was given queries, keys and values: by rows.
             expect_gradients_strided_like_outputs()
-        for module in (*blocks, *_norms_outside(model, blocks)):
-            # Its forward, not the module: hooks that come later, FSDP's, stay out of the compiled graph.
-            module.forward = torch.compile(module.forward, options=options)  # type: ignore[method-assign]
+        _compile(inside, options)
+    apply_checkpointing(blocks, technique.activation_checkpointing)
+    if technique.compile:
+        _compile([*(block for block in blocks if block not in inside), *_norms_outside(model, blocks)], options)
 
     # 4. FSDP last: it gathers what TP left, outside the compiled and recomputed part. A rank whose parameters nothing
     #    shards needs it only for its offload.
@@ -149,6 +152,12 @@ def parallelize(
     else:
         held = Held(model) if copies is None else HeldAsComputed(model, leaves)
     return Parallel(model, held, partial, copies=copies)
+
+
+def _compile(modules: Iterable[nn.Module], options: dict[str, Any] | None) -> None:
+    for module in modules:
+        # Its forward, not the module: hooks that come later, FSDP's, stay out of the compiled graph.
+        module.forward = torch.compile(module.forward, options=options)  # type: ignore[method-assign]
 
 
 def _norms_outside(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:

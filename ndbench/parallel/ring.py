@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ndbench.parallel import kernels, masks
+from ndbench.parallel import kept, kernels, masks
 from ndbench.parallel.context import sequence_chunks, shard_sequence
 from ndbench.parallel.kernels import block_backward, block_forward, by_rows
 from ndbench.parallel.ring_sums import RowSum, add_keys, first_keys, no_keys, packed, sum_dtype, unpacked
@@ -153,6 +153,37 @@ class _TileMasks:
         return held, shard_sequence(self.documents, self.size, rank, "ring")[:, part]
 
 
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: torch.Tensor | None, plan: RingPlan
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp over all keys, and the keys and values that came last, packed."""
+    rank, size = plan.place
+    mask_of = _TileMasks(plan, documents, q)
+    merge_into = kernels.fused_merge_into() if plan.fused else kernels.merge_into
+    b, h, s, d = q.shape
+    # No kernel's output is written to: selective checkpointing keeps it.
+    out = torch.empty(b, s, h, d, dtype=sum_dtype(q.dtype, size), device=q.device).transpose(1, 2)
+    lse = torch.empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    held, sending = (k, v), packed(k, v)
+    for step in range(size):
+        source = (rank - step) % size
+        coming = _Rotation(sending, plan.group) if step + 1 < size else None
+        for tile in tiles(size, rank, source, s, plan.window, documents is not None):
+            rows = tile.queries
+            block_out, block_lse = block_forward(
+                q[:, :, rows], held[0][:, :, tile.keys], held[1][:, :, tile.keys],
+                causal=tile.mask == "causal", mask=mask_of(tile, source), scale=plan.scale, asked=plan.kernel,
+            )  # fmt: skip
+            if step == 0:
+                out[:, :, rows], lse[:, :, rows] = block_out, block_lse
+            else:
+                merge_into(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
+        if coming is not None:
+            sending = coming.wait()
+            held = unpacked(sending)
+    return out.to(q.dtype), lse, sending
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -163,32 +194,13 @@ class _RingAttention(torch.autograd.Function):
         documents: torch.Tensor | None,
         plan: RingPlan,
     ) -> torch.Tensor:
-        rank, size = plan.place
-        mask_of = _TileMasks(plan, documents, q)
-        merge_into = kernels.fused_merge_into() if plan.fused else kernels.merge_into
         q, k, v = by_rows(q), by_rows(k), by_rows(v)
-        b, h, s, d = q.shape
-        # No kernel's output is written to: selective checkpointing keeps it.
-        out = torch.empty(b, s, h, d, dtype=sum_dtype(q.dtype, size), device=q.device).transpose(1, 2)
-        lse = torch.empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        held, sending = (k, v), packed(k, v)
-        for step in range(size):
-            source = (rank - step) % size
-            coming = _Rotation(sending, plan.group) if step + 1 < size else None
-            for tile in tiles(size, rank, source, s, plan.window, documents is not None):
-                rows = tile.queries
-                block_out, block_lse = block_forward(
-                    q[:, :, rows], held[0][:, :, tile.keys], held[1][:, :, tile.keys],
-                    causal=tile.mask == "causal", mask=mask_of(tile, source), scale=plan.scale, asked=plan.kernel,
-                )  # fmt: skip
-                if step == 0:
-                    out[:, :, rows], lse[:, :, rows] = block_out, block_lse
-                else:
-                    merge_into(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
-            if coming is not None:
-                sending = coming.wait()
-                held = unpacked(sending)
-        out = out.to(q.dtype)
+        if (before := kept.recalled()) is None:
+            out, lse, sending = _attend(q, k, v, documents, plan)
+            kept.keep(out, lse)
+        else:
+            # The keys that came last are the next rank's own: one hop back instead of all the way round.
+            (out, lse), sending = before, _Rotation(packed(k, v), plan.group, back=True).wait()
         # With the keys that came last backward begins, and so needs no rotation before it computes.
         ctx.save_for_backward(q, k, v, out, lse, sending, *([] if documents is None else [documents]))
         ctx.plan = plan

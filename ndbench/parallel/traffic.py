@@ -178,8 +178,9 @@ def _tensor(total: _Sum, model: LlamaShape, layout: ParallelismConfig, step: Ste
     micro_steps, rows = _micro(layout, step)
     tokens = rows * step.sequence_length // layout.cp_size
     activation = tokens * model.hidden_size * step.element_size
-    # Full checkpointing runs a block's forward again, up to the last tensor that backward needs: not its last sum.
-    recomputed = layers if step.activation_checkpointing == "full" else 0
+    # Checkpointing that keeps no collectives runs a block's forward again, up to the last tensor that backward needs:
+    # not its last sum.
+    recomputed = layers if step.activation_checkpointing in ("full", "attention") else 0
     if layout.sequence_parallel:
         part = (tp - 1) * activation // tp
         total.add("all_gather", "tp", micro_steps * (4 * layers + 2 + 2 * recomputed), part)
@@ -206,21 +207,23 @@ def _context(total: _Sum, model: LlamaShape, layout: ParallelismConfig, step: St
     micro_steps, rows = _micro(layout, step)
     calls = micro_steps * model.num_hidden_layers
     kv_heads, local = model.num_key_value_heads // layout.tp_size, step.sequence_length // cp
-    recomputed = step.activation_checkpointing in (("full", "selective") if layout.cp_method == "ring" else ("full",))
-    forwards = 2 if recomputed else 1
+    mode = step.activation_checkpointing
     if layout.cp_method == "ring":
         size = ring_bytes(
             cp_size=cp, batch=rows, kv_heads=kv_heads, local_length=local, head_dim=model.head_dim,
             element_size=step.element_size,
         )  # fmt: skip
-        sends = forwards * (cp - 1) + 2 * cp - 3
-        total.rows["send", "cp"] = (calls * sends, calls * (forwards * size["forward"] + size["backward"]))
+        # With its result kept the ring is not run again; backward still begins with the next rank's keys.
+        rotations = {"full": cp - 1, "selective": cp - 1, "attention": 1}.get(mode, 0) + cp - 1
+        sends, each = rotations + 2 * cp - 3, size["forward"] // (cp - 1)
+        total.rows["send", "cp"] = (calls * sends, calls * (rotations * each + size["backward"]))
         total.rows["recv", "cp"] = (calls * sends, 0)
         return
     size = ulysses_bytes(
         cp_size=cp, batch=rows, heads=model.num_attention_heads // layout.tp_size, kv_heads=kv_heads,
         local_length=local, head_dim=model.head_dim, element_size=step.element_size,
     )  # fmt: skip
+    forwards = 2 if mode in ("full", "attention") else 1
     sent = calls * (forwards * size["forward"] + size["backward"])
     total.rows["all_to_all", "cp"] = (calls * 2 * (forwards + 1), sent)
 

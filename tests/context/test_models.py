@@ -36,7 +36,7 @@ def test_a_step_equals_that_of_one_process(
     assert _worst(ModelCase(method, model_type, extra, documents), cp_size) < TOLERANCE
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", "selective", "attention"])
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_recomputing_activations_changes_nothing(method: str, mode: str) -> None:
     assert _worst(ModelCase(method, documents=PACKED, checkpointing=mode), 4) < TOLERANCE
@@ -48,9 +48,11 @@ def test_recomputing_activations_changes_nothing(method: str, mode: str) -> None
         ("ring", "none", {"send": LAYERS * (3 + 5)}),
         ("ring", "full", {"send": LAYERS * (3 + 5 + 3)}),
         ("ring", "selective", {"send": LAYERS * (3 + 5 + 3)}),
+        ("ring", "attention", {"send": LAYERS * (3 + 5 + 1)}),
         ("ulysses", "none", {"all_to_all": LAYERS * (2 + 2)}),
         ("ulysses", "full", {"all_to_all": LAYERS * (2 + 2 + 2)}),
         ("ulysses", "selective", {"all_to_all": LAYERS * (2 + 2)}),
+        ("ulysses", "attention", {"all_to_all": LAYERS * (2 + 2 + 2)}),
     ],
 )
 def test_recomputation_sends_the_forward_messages_again_unless_they_are_kept(

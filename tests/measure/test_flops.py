@@ -233,6 +233,20 @@ def test_memory_falls_as_techniques_promise() -> None:
     assert estimate({"dp_replicate": 2}) > plain
 
 
+def test_attention_kept_is_its_output_and_log_sum_exp_more_than_full_recomputation() -> None:
+    """32 layers, 32 heads of 128: two bytes an element of the output, four a query and head; split by tp and cp."""
+
+    def activations(mode: str, layout: dict[str, int]) -> int:
+        parts = memory_parts(cell(layout, activation_checkpointing=mode))
+        assert parts is not None
+        return parts["activations"]
+
+    for layout, tokens in (({}, 16384), ({"tp": 2}, 16384 // 2), ({"cp": 2}, 16384 // 2)):
+        more = activations("attention", layout) - activations("full", layout)
+        assert more == tokens * 32 * 32 * (128 * 2 + 4)
+        assert activations("attention", layout) < activations("selective", layout) / 4
+
+
 def test_the_estimate_comes_near_measured_peaks() -> None:
     """Two H200s, bf16, AdamW, 8k tokens a GPU, blocks compiled: 8B FSDP 2 86.5 GiB, 66.7 with full recomputation; a 1B
     shape FSDP 2 23.4 compiled and 34.1 eager, DDP 2 41.0 compiled. (Allocated, so without the context.)"""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ndbench.parallel.config import AXES, ParallelismConfig
+from ndbench.parallel.config import AXES, CHECKPOINTING_MODES, ParallelismConfig
 from ndbench.parallel.context import kv_replication
 from ndbench.parallel.mesh import VIEWS
 from ndbench.parallel.traffic import LlamaShape, StepShape, block_shard, group_label, root_shard, step_traffic
@@ -33,6 +33,7 @@ STEPS = [
     StepShape(16, 64, 1, 2, "full"),
     StepShape(16, 64, 2, 4, "selective"),
     StepShape(8, 16),  # of the embedding fewer rows than it has
+    StepShape(16, 64, 2, 4, "attention"),
 ]
 
 
@@ -85,13 +86,14 @@ def applies(when: str, at: ParallelismConfig, names: dict[str, Any]) -> bool:
 def calls(cell: str, at: ParallelismConfig, step: StepShape, names: dict[str, Any]) -> float:
     plain, *others = cell.split("; ")
     for other in others:
-        technique, formula = other.split(": ")
-        if technique == "not resharding":
+        techniques, formula = other.split(": ")
+        if techniques == "not resharding":
             plain = formula if not at.reshard_after_forward else plain
-        elif technique == step.activation_checkpointing:
+            continue
+        modes = techniques.split(", ")
+        assert set(modes) <= set(CHECKPOINTING_MODES), techniques
+        if step.activation_checkpointing in modes:
             plain = formula
-        else:
-            assert technique in ("full", "selective"), technique
     return value(plain, names)
 
 

@@ -60,6 +60,7 @@ CASES = {
     "none": of(layout(1, GPUS)),
     "full": of(layout(1, GPUS), activation_checkpointing="full"),
     "selective": of(layout(1, GPUS), activation_checkpointing="selective"),
+    "attention": of(layout(1, GPUS), activation_checkpointing="attention"),
     "chunked": of(layout(1, GPUS), loss_chunk_size=512),
     "offload": of(layout(1, GPUS, cpu_offload=True)),
     "ddp": of(layout(GPUS)),
@@ -92,7 +93,7 @@ def test_offload_leaves_almost_nothing_on_the_device_between_steps(found: dict[s
 
 def test_recomputation_and_a_chunked_loss_each_save(found: dict[str, dict[str, int]]) -> None:
     none = found["none"]["peak"]
-    assert found["full"]["peak"] < found["selective"]["peak"] < none
+    assert found["full"]["peak"] < found["attention"]["peak"] < found["selective"]["peak"] < none
     logits = 4 * 1024 // GPUS * 32768 * 4
     assert none - found["chunked"]["peak"] > logits
 

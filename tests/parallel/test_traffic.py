@@ -55,6 +55,7 @@ TECHNIQUES: list[dict[str, Any]] = [
     {"precision": "bf16"},
     {"activation_checkpointing": "full"},
     {"activation_checkpointing": "selective"},
+    {"activation_checkpointing": "attention"},
     {"loss_chunk_size": 7},
 ]
 
@@ -65,6 +66,7 @@ TECHNIQUES: list[dict[str, Any]] = [
     [
         layout(2, 2, 1, 2),
         layout(1, 1, 2, 2),
+        layout(1, 1, 4),
         layout(1, 2, 2, cp_method="ulysses"),
         layout(1, 2, 1, 2, sequence_parallel=False),
     ],

@@ -53,6 +53,8 @@ def worst(here: Case, mesh: Mesh, sync: str = "error") -> tuple[float, float]:
         {"optimizer": "adamw", "learning_rate": 1e-3},
         {"activation_checkpointing": "full", "loss_chunk_size": 7, "micro_batch_size": 2},
         {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "attention"},
+        {"activation_checkpointing": "attention", "compile": True},
         {"compile": True},
     ],
     ids=lambda changes: "_".join(changes) or "plain",

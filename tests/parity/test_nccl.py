@@ -31,6 +31,8 @@ def techniques(world_size: int) -> dict[str, Case]:
         "documents_ulysses": case(layout(1, 1, world_size, cp_method="ulysses"), heads, documents=True),
         "accumulated": case(fsdp, training=training(**(accumulated | {"global_batch_size": 2 * world_size}))),
         "selective": case(cp, training=training(activation_checkpointing="selective")),
+        "attention": case(cp, training=training(activation_checkpointing="attention")),
+        "compiled_attention": case(cp, training=training(activation_checkpointing="attention", compile=True)),
         "offload": case(layout(1, world_size, cpu_offload=True)),
         "compiled_fsdp": case(fsdp, training=training(compile=True)),
         "compiled_tp": case(tp, heads, training=training(compile=True)),

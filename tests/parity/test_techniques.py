@@ -53,7 +53,21 @@ def test_compiled_blocks_keep_the_numbers(parallelism: Any) -> None:
     assert all(now > then for now, then in zip(ranks_of_it.run(graphs), before, strict=True)), "nothing was compiled"
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(
+    "parallelism",
+    [layout(), layout(1, 2), layout(1, 1, 1, 2), layout(1, 1, 2), layout(1, 1, 2, cp_method="ulysses"), FSDP_CP],
+    ids=lambda each: f"{each.layout}_{each.cp_method}",
+)
+@pytest.mark.parametrize("mode", ["full", "attention"])
+def test_compiled_blocks_that_are_recomputed_keep_the_numbers(parallelism: Any, mode: str) -> None:
+    if mode == "full" and parallelism.tp_size > 1:
+        pytest.skip("torch 2.13 saves a DeviceMesh as if it were a tensor")
+    steps = training(compile=True, activation_checkpointing=mode)
+    here = case(parallelism, llama(num_hidden_layers=1), training=steps, tensors=False)
+    assert_small(here, errors(here, traced_only))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "attention"])
 @pytest.mark.parametrize("parallelism", [FSDP_TP, FSDP_CP, CP_TP], ids=lambda each: each.layout)
 def test_activation_checkpointing_keeps_the_numbers(parallelism: Any, mode: str) -> None:
     assert_parity(case(parallelism, training=training(activation_checkpointing=mode)))
