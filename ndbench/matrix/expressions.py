@@ -1,7 +1,8 @@
 """Boolean expressions of a suite (``tp > model.num_key_value_heads``), read with ``ast`` and never evaluated as Python.
 
 Allowed: names and dotted keys of the resolved cell, numbers, text, true/false/null, lists, arithmetic
-(+ - * / // %), comparisons (also ``in`` and ``is``), and/or/not. No calls, no indexing, no powers.
+(+ - * / // %), comparisons (also ``in`` and ``is``), and/or/not, ``a if condition else b``. No calls, no indexing, no
+powers.
 """
 
 from __future__ import annotations
@@ -92,6 +93,9 @@ def _check(node: ast.expr) -> None:
                 _check(part)
         case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
             _check(operand)
+        case ast.IfExp(test=test, body=body, orelse=other):
+            for part in (test, body, other):
+                _check(part)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
             _check(left)
             _check(right)
@@ -147,6 +151,8 @@ def _value(node: ast.expr, config: Config) -> Any:
             return not _value(operand, config)
         case ast.UnaryOp(operand=operand):
             return -_value(operand, config)
+        case ast.IfExp(test=test, body=body, orelse=other):
+            return _value(body if _value(test, config) else other, config)
         case ast.BinOp(left=left, op=op, right=right):
             return _ARITHMETIC[type(op)](_number(_value(left, config)), _number(_value(right, config)))
         case ast.BoolOp(op=ast.And(), values=parts):
