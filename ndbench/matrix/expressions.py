@@ -152,7 +152,10 @@ def _value(node: ast.expr, config: Config) -> Any:
         case ast.UnaryOp(operand=operand):
             return -_value(operand, config)
         case ast.IfExp(test=test, body=body, orelse=other):
-            return _value(body if _value(test, config) else other, config)
+            chosen = _value(test, config)
+            if not isinstance(chosen, bool):
+                raise TypeError(f"{chosen!r} is neither true nor false")
+            return _value(body if chosen else other, config)
         case ast.BinOp(left=left, op=op, right=right):
             return _ARITHMETIC[type(op)](_number(_value(left, config)), _number(_value(right, config)))
         case ast.BoolOp(op=ast.And(), values=parts):

@@ -1,7 +1,8 @@
 """The performance table of stored baselines, and the README that holds it: nothing in it is written by hand.
 
-A row is a cell of the bundled engine (or of another one that it does not stand beside) in the latest session that holds
-it; the ratio is to the fastest other engine on the same cell of the same session.
+A row is a cell of the bundled engine (or of another one, where there is none of it) in the latest session that holds
+it; the ratio is to the fastest other engine on the same cell of the same session. One that is not in that session
+counts as it was in its latest on such a machine, and is then said to be of another run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ndbench.compare.statistics import mean_interval
 from ndbench.measure.flops import MATMUL_SIDE
 from ndbench.report.peers import OURS, WORK
 from ndbench.results.schema import Record
-from ndbench.results.sessions import Session, read_baseline
+from ndbench.results.sessions import Baseline, Session, read_baseline
 
 BLOCK = re.compile(r"(<!-- performance: (?P<pattern>\S+) -->\n)(?P<body>.*?)(<!-- /performance -->)", re.DOTALL)
 """What :func:`rewrite` fills; the pattern is of ``HARDWARE/SUITE``."""
@@ -58,16 +59,21 @@ def _rows(folder: Path) -> Iterator[tuple[str, str]]:
     for name in baseline.cells:
         session = baseline.history(name)[-1]
         records = session.cells[name]
-        beside = _beside(records[0], session)
+        beside = _beside(records[0], session, baseline)
         if records[0]["cell"]["engine"] != OURS and OURS in beside:
             continue
         yield _machine(records[0]), _row(name, records, beside, session)
 
 
-def _beside(record: Record, session: Session) -> dict[str, list[Record]]:
-    """Repeats by engine of the cells of the session that differ from this one in nothing but their engine."""
-    same = [found for found in session.cells.values() if _work(found[0]) == _work(record)]
-    return {found[0]["cell"]["engine"]: found for found in same}
+def _beside(record: Record, session: Session, baseline: Baseline) -> dict[str, list[Record]]:
+    """Repeats by engine of the cells that differ from this one in nothing but their engine."""
+    beside: dict[str, list[Record]] = {}
+    others = [baseline.history(name)[-1] for name in baseline.cells]
+    for place in (session, *sorted(others, key=baseline.sessions.index, reverse=True)):
+        for found in place.cells.values():
+            if _work(found[0]) == _work(record) and _machine(found[0]) == _machine(record):
+                beside.setdefault(found[0]["cell"]["engine"], found)
+    return beside
 
 
 def _work(record: Record) -> str:
@@ -88,14 +94,14 @@ def _row(name: str, records: Sequence[Record], beside: dict[str, list[Record]], 
     day = str(records[-1]["end"] or session.accepted)[:10]
     if not speeds:
         outcome = ", ".join(sorted({record["outcome"] for record in records}))
-        return f"| {name} | {outcome} | | | | {_against(speeds, beside, cell['engine'])} | {command} | {day} |"
+        return f"| {name} | {outcome} | | | | {_against(records, beside)} | {command} | {day} |"
     columns = (
         name,
         f"{median(speeds):,.0f}",
         _share(_mfu(records)),
         _share(_of_matmul(records)),
         _peak(records),
-        _against(speeds, beside, cell["engine"]),
+        _against(records, beside),
         command,
         f"{day}, {len(speeds)} launch{'es' * (len(speeds) > 1)}",
     )
@@ -138,15 +144,18 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def _against(speeds: Sequence[float], beside: dict[str, list[Record]], engine: str) -> str:
+def _against(ours: Sequence[Record], beside: dict[str, list[Record]]) -> str:
     """``1.12 (1.10 to 1.14) of accelerate, 54.90 GiB``: the ratio of speeds, its 95 % interval, the peer's memory."""
-    peers = {other: _speeds(records) for other, records in beside.items() if other != engine}
+    speeds = _speeds(ours)
+    peers = {other: _speeds(records) for other, records in beside.items() if other != ours[0]["cell"]["engine"]}
     measured = {other: found for other, found in peers.items() if found}
     if not measured:
         failed = {other: beside[other][0]["outcome"] for other in peers}
         return ", ".join(f"{other}: {outcome}" for other, outcome in failed.items())
     best = max(measured, key=lambda other: fmean(measured[other]))
     memory = "".join(f", {peak}" for peak in [_peak(beside[best])] if peak)
+    if beside[best][0]["session"] != ours[0]["session"]:
+        memory += ", another run"
     if not speeds:
         return f"{best}: {median(measured[best]):,.0f}{memory}"
     logs = [[math.log(speed) for speed in side] for side in (speeds, measured[best])]

@@ -32,6 +32,8 @@ CELL = Config(
         ("world_size % (dp_replicate * tp) == 0", True),
         ("world_size // 3 == 5 and -tp < 0", True),
         ("model.name == 'llama_tiny'", True),
+        ("tp == (8 if cp == 1 else 4)", True),
+        ("tp == (8 if cp > 1 else 4)", False),
     ],
 )
 def test_an_expression_means_what_it_says(text: str, truth: bool) -> None:
@@ -51,7 +53,7 @@ def test_an_expression_means_what_it_says(text: str, truth: bool) -> None:
         "9 ** 9 ** 9",
         "f'{tp}'",
         "tp := 3",
-        "tp if cp else 1",
+        "tp if open('x') else 1",
         "tp >",
         "tp == 1; cp == 2",
         "",

@@ -15,6 +15,7 @@ from tests.records import not_ok, repeats
 from tests.report.test_peers import OURS, THEIRS, by
 
 ROOT = Path(__file__).parents[2]
+LATER = "20260102-000000-bbbbbb"
 TEXT = "# A page\n\n<!-- performance: * -->\nold\n<!-- /performance -->\n\nits end\n"
 
 
@@ -42,6 +43,24 @@ def test_a_row_is_a_cell_beside_its_better_peer(tmp_path: Path) -> None:
     assert "of accelerate, 100.00 MiB" in ratio
     assert "`ndbench suite=hsdp_tp cells=fsdp8-ndbench`" in row
     assert row.endswith("3 launches |")
+
+
+def test_a_peer_of_another_run_counts_and_is_told(tmp_path: Path) -> None:
+    """The better peer is not left out because it ran an hour later; one of the same run stands for itself."""
+    slower = [2 * second for second in THEIRS]
+    stored(tmp_path, *by("ndbench", OURS), *by("torchtitan", slower))
+    later = [record | {"run": LATER, "session": LATER} for record in by("accelerate", THEIRS)]
+    root = stored(tmp_path, *later)
+    rows = [line for line in performance.table(root).splitlines() if line.startswith("| fsdp8")]
+    assert len(rows) == 1, "the peer's own row says nothing new"
+    assert "of accelerate, 100.00 MiB, another run" in rows[0]
+    elsewhere = later[0]["fingerprint"] | {"hardware": later[0]["fingerprint"]["hardware"] | {"name": "another"}}
+    for file in root.glob(f"*/*/{LATER}/*accelerate.json"):
+        held = json.loads(file.read_text())
+        file.write_text(json.dumps(held | {"fingerprint": elsewhere}))
+    (row, other) = (line for line in performance.table(root).splitlines() if line.startswith("| fsdp8"))
+    assert "of torchtitan, 100.00 MiB |" in row
+    assert "| fsdp8-accelerate |" in other
 
 
 def test_a_changed_record_changes_the_table(tmp_path: Path) -> None:
