@@ -101,6 +101,26 @@ def test_a_tied_parameter_is_stored_once_and_stays_tied(
     assert not any(name.startswith("lm_head") for each in before for name in each["held"])
 
 
+@pytest.mark.parametrize(
+    ("one", "mode", "other"),
+    [
+        (layout(2, 2), "sharded", FSDP),
+        (FSDP, "async", TP2),
+        (ONE, "full", layout(1, 2, 2)),
+        (layout(1, 2, 2), "sharded", layout(1, 2, 2)),
+    ],
+    ids=["hsdp-to-fsdp", "fsdp-to-tp", "one-to-fsdp_cp", "fsdp_cp-to-itself"],
+)
+def test_an_embedding_whose_rows_are_exchanged(
+    one: ParallelismConfig, mode: str, other: ParallelismConfig, tmp_path: Path
+) -> None:
+    """FSDP does not know of its weight; what is stored is the same."""
+    large = llama(num_key_value_heads=8, vocab_size=4099)
+    before = pool(one.world_size).run(ranks.save, of(one, large), tmp_path, mode, 2)
+    after = pool(other.world_size).run(ranks.load, of(other, large), tmp_path)
+    check(before, after, bitwise_loss=one == other)
+
+
 def test_an_optimizer_that_never_stepped_comes_back_so(tmp_path: Path) -> None:
     """Into one that has stepped: what it had is gone."""
     before = pool(4).run(ranks.save, of(OFFLOAD), tmp_path, "sharded", 0)
