@@ -287,13 +287,16 @@ def _model(config: ModelConfig, training: TrainingConfig, device: torch.device, 
 
 
 def _own_memory(model: nn.Module) -> None:
-    """Copy each parameter: on a GPU a shard is a view of the whole weight, which would stay in memory with it.
+    """Copy each sharded parameter: on a GPU it is a view of the whole weight, which would stay in memory with it.
 
-    A DTensor is copied as one. Its local part alone would lose the offset in the whole that the DTensor goes on telling
+    It is copied as a DTensor. Its local part alone would lose the offset in the whole that the DTensor goes on telling
     (on all ranks but the first), and torch.compile cannot trace one whose two offsets differ.
     """
     import torch
+    from torch.distributed.tensor import DTensor
 
     for parameter in model.parameters():
-        copied = torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, copied)  # type: ignore[no-untyped-call]
+        if isinstance(parameter, DTensor):
+            copied = torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            vars(copied).update(vars(parameter))
+            torch.utils.swap_tensors(parameter, copied)  # type: ignore[no-untyped-call]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ndbench.config import ModelConfig, TrainingConfig
 from ndbench.engines.bundled_refusals import configuration_refusals, plan_refusals, tensor_plan_of
 from ndbench.engines.protocol import Batch, StepResult
-from ndbench.parallel.config import ParallelismConfig
 from ndbench.training.graph_rules import graph_refusals
 
 if TYPE_CHECKING:
@@ -102,6 +101,7 @@ class BundledEngine:
         dtype = None if training.precision == "fp32" else torch.bfloat16
         std = float(getattr(getattr(built.model, "config", None), "initializer_range", model_config.initializer_range))
         kernel = _kernel(built, mesh, device, dtype or torch.float32, self.attention)
+        micro_steps, tokens = mesh.config.micro_steps(training)
         parallel = parallelize(
             built.model,
             built.blocks,
@@ -110,14 +110,14 @@ class BundledEngine:
             plan,
             Weights(training.seed, std, self.weight_jitter, built.constants),
             Technique(
-                dtype,
-                training.activation_checkpointing,
-                training.compile,
-                built.transformers,
-                kernel,
-                _accumulates(training, mesh.config),
-                tokens_of(training, mesh.config),
-                low,
+                param_dtype=dtype,
+                activation_checkpointing=training.activation_checkpointing,
+                compile=training.compile,
+                registry_attention=built.transformers,
+                attention_kernel=kernel,
+                micro_steps=micro_steps,
+                tokens=tokens,
+                float8=low,
             ),
         )
         vocab_size = getattr(getattr(built.model, "config", None), "vocab_size", None)
@@ -219,15 +219,3 @@ def _kernel(built: Any, mesh: Mesh, device: torch.device, dtype: torch.dtype, as
     kv_heads = getattr(model, "num_key_value_heads", None) or heads
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // heads
     return choose_kernel(device, dtype, max(heads // split, 1), max(kv_heads // split, 1), head_dim, asked)
-
-
-def tokens_of(training: TrainingConfig, parallelism: ParallelismConfig) -> int:
-    """Tokens that a rank computes in an optimizer step."""
-    return training.global_batch_size // parallelism.batch_size * training.sequence_length // parallelism.cp_size
-
-
-def _accumulates(training: TrainingConfig, parallelism: ParallelismConfig) -> bool:
-    return (
-        training.micro_batch_size is not None
-        and training.micro_batch_size < training.global_batch_size // parallelism.batch_size
-    )

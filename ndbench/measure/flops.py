@@ -98,8 +98,8 @@ def memory_parts(cell: Cell) -> dict[str, int] | None:
         gradients    4 P / (t s); b P / t where compiled AdamW reads those of one micro-batch on a rank without peers
                      but tp's
         optimizer    8 P / (t s) for AdamW, 4 with momentum, else 0
-        gathered     b / t x (embedding and lm_head, and two blocks and kept_blocks; all blocks without
-                     reshard_after_forward)
+        gathered     b / t x (lm_head, embedding unless its rows are exchanged, and two blocks and kept_blocks; all
+                     blocks without reshard_after_forward)
         copies       instead of gathered where s = 1: b P / t, none in float32; with data_collectives=copy_engine
                      b P / (t s) of the blocks that are freed after forward
         activations  b T x (10 H / r + (3 A + 3 K + 4 I) / t) a layer; compiled blocks and selective checkpointing:
@@ -122,7 +122,8 @@ def memory_parts(cell: Cell) -> dict[str, int] | None:
     owned = _parameters(shape) / (tp * fsdp)
     state = {"adamw": 8, "sgd": 4 if training.momentum else 0}.get(training.optimizer, 8)
 
-    ends = shape.embedding * (1 if shape.tied else 2)
+    exchanged = not shape.tied and layout.exchanges_rows(shape.vocab, *layout.micro_steps(training))
+    ends = shape.embedding * (1 if shape.tied or exchanged else 2)
     blocks = min(2 + layout.kept_blocks, shape.layers) if layout.reshard_after_forward else shape.layers
     gathered = width / tp * (ends + blocks * (shape.layer_matrices + shape.layer_vectors))
     unsharded = fsdp == 1 and not layout.cpu_offload

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C import _len_torch_dispatch_stack
+from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -70,6 +71,16 @@ def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Has it a shape, but no values?"""
+    return isinstance(tensor, FakeTensor)
+
+
+def assert_on_device(condition: torch.Tensor) -> None:
+    """The device's program fails where ``condition``, a scalar on it, is false; the host does not wait."""
+    torch._assert_async(condition)
+
+
 def make_capturable(optimizer: torch.optim.Optimizer) -> None:
     """Let a CUDA graph hold steps of ``optimizer``, without its advice not to ask for that outside of a graph."""
     for group in optimizer.param_groups:
@@ -106,13 +117,14 @@ def functional() -> Any:
 
 
 def expect_gradients_strided_like_outputs() -> None:
-    """Graphs compiled from here on expect an output's gradient with the output's strides, not contiguous.
+    """Graphs compiled from here on, in this process, expect an output's gradient with its strides, not contiguous.
 
-    What comes otherwise is copied, in either case.
+    What comes otherwise is copied, in either case. From torch 2.13 on it is so without asking.
     """
     import torch._functorch.config as config
 
-    config.guess_tangent_strides_as_outputs = True
+    if not config.guess_tangent_strides_as_outputs:
+        config.guess_tangent_strides_as_outputs = True
 
 
 def symmetric_memory() -> Any:

@@ -86,7 +86,7 @@ class ParallelismConfig:
     """FSDP: so many of the last blocks stay gathered all the same, to spend the memory there is."""
     data_collectives: str = "nccl"
     """DP and FSDP: parameters are gathered and gradients summed by ``nccl``, or by the ``copy_engine`` of GPUs that
-    share a host: no multiprocessor is taken from the computation."""
+    share a host: they take no multiprocessor from the computation."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     sequence_parallel: bool = True
@@ -119,15 +119,23 @@ class ParallelismConfig:
         """Number of ranks that share one copy of the parameters: dp_shard x cp."""
         return self.dp_shard_size * self.cp_size
 
-    def exchanges_rows(self, vocab_size: int, tokens: int) -> bool:
-        """Does FSDP exchange the embedding's rows that ``tokens`` (a rank's in an optimizer step) ask for?
+    def micro_steps(self, step: StepShape) -> tuple[int, int]:
+        """Micro-steps of an optimizer step, and a rank's tokens in one."""
+        sequences = step.global_batch_size // self.batch_size
+        rows = step.micro_batch_size or sequences
+        return sequences // rows, rows * step.sequence_length // self.cp_size
 
-        Instead of the table, if that sends less: tokens come to this rank from its shards in forward, their gradients
-        to it from all ranks in backward; the table's rows would be gathered and their gradients reduced.
+    def exchanges_rows(self, vocab_size: int, micro_steps: int, tokens: int) -> bool:
+        """Do FSDP's ranks exchange the embedding's rows that a micro-step's ``tokens`` ask for, instead of the table?
+
+        If that sends fewer: rows come from the shards' group in forward and go to all ranks as gradients in backward,
+        in each micro-step. The table's would be gathered in each, reduced once, and once more over replicas; they count
+        like others, though float32 gradients are twice the bytes of bf16 rows.
         """
-        shards = self.fsdp_size
-        rows = (shards - 1 + shards * self.dp_replicate_size - 1) * tokens
-        return self.tp_size == 1 and not self.cpu_offload and rows < 2 * (shards - 1) * -(-vocab_size // shards)
+        shards, replicas = self.fsdp_size, self.dp_replicate_size
+        rows = micro_steps * tokens * (shards - 1 + shards * replicas - 1)
+        table = -(-vocab_size // shards) * ((shards - 1) * (micro_steps + 1) + 2 * (replicas - 1) / replicas)
+        return shards > 1 and self.tp_size == 1 and not self.cpu_offload and rows < table
 
     def resolved(self, world_size: int) -> ParallelismConfig:
         """The same layout with a degree of -1 replaced by ``world_size`` over the product of the others.

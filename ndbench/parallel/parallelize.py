@@ -19,7 +19,7 @@ from ndbench.parallel.checkpointing import apply_checkpointing, compiles_inside
 from ndbench.parallel.copies import Copies
 from ndbench.parallel.copy_engine import CopyEngines, replicate_by_copies, shard_by_copies
 from ndbench.parallel.data import apply_fully_shard, tables_of
-from ndbench.parallel.embedding import exchange_rows, serves
+from ndbench.parallel.embedding import can_exchange_rows, exchange_rows
 from ndbench.parallel.float8 import Float8, apply_float8, compile_options
 from ndbench.parallel.held import Held, HeldAsComputed
 from ndbench.parallel.initialize import Weights, fill, materialize
@@ -42,10 +42,10 @@ class Technique:
     """Attention goes through transformers' registry (not so in a model of the user's own)."""
     attention_kernel: str | None = None
     """One of ``sdpa.KERNELS``; None leaves the choice to PyTorch."""
-    accumulates: bool = True
-    """A step may be several micro-batches, whose gradients are added up before they are reduced."""
-    tokens: int | None = None
-    """Of a rank in an optimizer step; None: not known."""
+    micro_steps: int = 0
+    """Micro-batches of an optimizer step, whose gradients are added up before they are reduced; 0: any number."""
+    tokens: int = 0
+    """Of a rank in a micro-batch; 0: any number."""
     float8: Float8 | None = None
     """The blocks' linear layers multiply in FP8; ``param_dtype`` is what the rest computes in."""
 
@@ -119,10 +119,9 @@ def parallelize(
     #    shards needs it only for its offload.
     #    An embedding may have less to send: then its ranks exchange rows, and FSDP leaves it alone.
     sharded = mesh.fsdp.size() > 1 or mesh.config.cpu_offload
-    if sharded and technique.tokens is not None:
-        for table in filter(serves, tables_of(model)[:1]):
-            if mesh.config.exchanges_rows(table.num_embeddings, technique.tokens):
-                exchange_rows(table, mesh, technique.param_dtype)
+    for table in filter(can_exchange_rows, tables_of(model)[:1] if sharded and technique.tokens else ()):
+        if mesh.config.exchanges_rows(table.num_embeddings, technique.micro_steps, technique.tokens):
+            exchange_rows(table, mesh, technique.tokens, technique.param_dtype)
     units = apply_fully_shard(model, blocks, mesh, technique.param_dtype) if sharded else []
 
     # 5. Only now is memory allocated, a shard at a time.
@@ -134,7 +133,7 @@ def parallelize(
     by_copies = mesh.config.data_collectives == "copy_engine"
     # Several micro-batches are added up in float32, which then is what travels.
     low = technique.param_dtype or torch.float32
-    of_gradients = torch.float32 if technique.accumulates else low
+    of_gradients = low if technique.micro_steps == 1 else torch.float32
     replicas = mesh.world["dp_replicate"].get_group() if mesh.config.dp_replicate_size > 1 else None
     if sharded and by_copies and mesh.fsdp.size() > 1:
         group = mesh.fsdp.get_group()

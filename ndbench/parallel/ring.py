@@ -199,6 +199,8 @@ class _RingAttention(torch.autograd.Function):
             out, lse, sending = _attend(q, k, v, documents, plan)
             kept.keep(out, lse)
         else:
+            if before[0].shape != q.shape:
+                raise RuntimeError(f"a block kept attention of {list(before[0].shape)}, and recomputes {list(q.shape)}")
             # The keys that came last are the next rank's own: one hop back instead of all the way round.
             (out, lse), sending = before, _Rotation(packed(k, v), plan.group, back=True).wait()
         # With the keys that came last backward begins, and so needs no rotation before it computes.
@@ -217,7 +219,7 @@ class _RingAttention(torch.autograd.Function):
         # A mask makes many tiles, which share keys; without one a step has one tile.
         many = plan.window is not None or documents is not None
         precise = torch.promote_types(q.dtype, torch.float32)
-        dq = RowSum(q, sum_dtype(q.dtype, size))
+        dq = RowSum(q, sum_dtype(q.dtype, size), waits=size == 2 and not many)
         # Forward's steps the other way round, and the keys the other way: the last step is on this rank's own, so their
         # gradients come home while it computes, and no transfer is left when it ends.
         held = unpacked(sending)
@@ -249,7 +251,7 @@ class _RingAttention(torch.autograd.Function):
             if dkv is None:
                 assert arriving is not None, "it was made above otherwise"
                 dkv = arriving.wait().to(dq.dtype)
-                add_keys(dkv, keys, block_dkv)
+                add_keys(dkv, keys, block_dkv)  # of the step's only tile
             elif arriving is not None:
                 dkv += arriving.wait()
             travelling = None if home else _Rotation(dkv, plan.group, back=True)

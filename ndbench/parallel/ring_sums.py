@@ -45,18 +45,18 @@ def add_keys(dkv: torch.Tensor, keys: slice, block: list[torch.Tensor]) -> None:
 class RowSum:
     """The sum in ``dtype`` of blocks that have some rows of ``like`` [b, h, s, d] each: one with all takes it in."""
 
-    def __init__(self, like: torch.Tensor, dtype: torch.dtype) -> None:
-        self.dtype, self._like = dtype, like
+    def __init__(self, like: torch.Tensor, dtype: torch.dtype, waits: bool) -> None:
+        """``waits``: the first block may wait for one with all rows, which will be the only other."""
+        self.dtype, self._like, self._waits = dtype, like, waits
         self._sum: torch.Tensor | None = None
-        self._waiting: list[tuple[slice, torch.Tensor]] = []
-        """Narrow blocks without a sum yet, as they came: only what needs no other dtype waits."""
+        self._waiting: tuple[slice, torch.Tensor] | None = None
 
     def add(self, rows: slice, block: torch.Tensor) -> None:
         if self._sum is None and block.shape[2] == self._like.shape[2]:
             self._sum = block.to(self.dtype)
             self._settle()
-        elif self._sum is None and block.dtype == self.dtype:
-            self._waiting.append((rows, block))
+        elif self._waits and self._sum is None and self._waiting is None:
+            self._waiting = (rows, block)
         else:
             self.whole()[:, :, rows] += block
 
@@ -69,6 +69,7 @@ class RowSum:
 
     def _settle(self) -> None:
         assert self._sum is not None
-        for rows, block in self._waiting:
+        if self._waiting is not None:
+            rows, block = self._waiting
             self._sum[:, :, rows] += block
-        self._waiting.clear()
+            self._waiting = None

@@ -118,10 +118,9 @@ def _reduced(size: int, ranks: int) -> int:
     return 2 * (ranks - 1) * size // ranks
 
 
-def _rows(model: LlamaShape, layout: ParallelismConfig, step: StepShape) -> bool:
-    """Does FSDP exchange the embedding's rows? See ``embedding.py``."""
-    tokens = step.global_batch_size // layout.batch_size * step.sequence_length // layout.cp_size
-    return not model.tie_word_embeddings and layout.exchanges_rows(model.vocab_size, tokens)
+def exchanges_rows(model: LlamaShape, layout: ParallelismConfig, step: StepShape) -> bool:
+    """Do FSDP's ranks exchange the embedding's rows? See ``embedding.py``."""
+    return not model.tie_word_embeddings and layout.exchanges_rows(model.vocab_size, *layout.micro_steps(step))
 
 
 def _micro(layout: ParallelismConfig, step: StepShape) -> tuple[int, int]:
@@ -145,10 +144,10 @@ def _data(total: _Sum, model: LlamaShape, layout: ParallelismConfig, step: StepS
     axis = group_label(layout, VIEWS["fsdp"])
     freed = max(layers - layout.kept_blocks, 0) if layout.reshard_after_forward else 0
     outside = _outside(model, layout)
-    if shards > 1 and _rows(model, layout, step):
+    if exchanges_rows(model, layout, step):
         outside = outside[1:]
-        _, rows = _micro(layout, step)
-        tokens, ranks = rows * step.sequence_length // layout.cp_size, replicas * shards
+        _, tokens = layout.micro_steps(step)
+        ranks = replicas * shards
         states, everyone = tokens * model.hidden_size * step.element_size, group_label(layout, VIEWS["loss"])
         total.add("all_gather", everyone, micro_steps, (ranks - 1) * tokens * 8)
         total.add("reduce_scatter", axis, micro_steps, (shards - 1) * states)

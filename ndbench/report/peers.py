@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ndbench.compare.result import CellVerdict, Comparison
@@ -16,6 +17,8 @@ OURS = "ndbench"
 
 WORK = ("model", "training", "data", "parallelism", "world_size")
 """Groups of a cell that must be equal: what is computed, and on how many ranks how."""
+MEMORY = ("activation_checkpointing",)
+"""Keys of ``training`` that are each trainer's own business: how it finds room for the same computation."""
 
 
 def ratios(comparison: Comparison, plan: Plan | None) -> list[str]:
@@ -25,7 +28,7 @@ def ratios(comparison: Comparison, plan: Plan | None) -> list[str]:
     for cell in comparison.cells:
         measured = cell.current is not None and cell.current.outcome == "ok" and cell.current.tokens_per_second
         if measured and cell.name in described:
-            groups.setdefault(_work(described[cell.name]), []).append(cell)
+            groups.setdefault(work_of(described[cell.name]), []).append(cell)
     return [
         _sentence(ours, theirs, described[theirs.name]["engine"])
         for group in groups.values()
@@ -56,8 +59,11 @@ def ratio(ours: CellVerdict, theirs: CellVerdict) -> tuple[float, tuple[float, f
     return value, (value / spread, value * spread)
 
 
-def _work(cell: dict[str, Any]) -> str:
-    return json.dumps([cell.get(group) for group in WORK], sort_keys=True)
+def work_of(cell: Mapping[str, Any]) -> str:
+    """What is computed, and on how many ranks: equal for cells that stand beside each other."""
+    groups = {group: cell.get(group) for group in WORK}
+    training = {key: value for key, value in (groups["training"] or {}).items() if key not in MEMORY}
+    return json.dumps(groups | {"training": training}, sort_keys=True)
 
 
 def _sentence(ours: CellVerdict, theirs: CellVerdict, engine: str) -> str:

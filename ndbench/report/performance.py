@@ -8,7 +8,6 @@ counts as it was in its latest on such a machine, and is then said to be of anot
 from __future__ import annotations
 
 import fnmatch
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from statistics import fmean, median
 from ndbench.compare.memory import said_bytes
 from ndbench.compare.statistics import mean_interval
 from ndbench.measure.flops import MATMUL_SIDE
-from ndbench.report.peers import OURS, WORK
+from ndbench.report.peers import MEMORY, OURS, work_of
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline, Session, read_baseline
 
@@ -66,18 +65,20 @@ def _rows(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _beside(record: Record, session: Session, baseline: Baseline) -> dict[str, list[Record]]:
-    """Repeats by engine of the cells that differ from this one in nothing but their engine."""
-    beside: dict[str, list[Record]] = {}
-    others = [baseline.history(name)[-1] for name in baseline.cells]
-    for place in (session, *sorted(others, key=baseline.sessions.index, reverse=True)):
-        for found in place.cells.values():
-            if _work(found[0]) == _work(record) and _machine(found[0]) == _machine(record):
-                beside.setdefault(found[0]["cell"]["engine"], found)
-    return beside
+    """Repeats by engine of the cells that differ from this one in nothing but their engine, on the same machine.
 
-
-def _work(record: Record) -> str:
-    return json.dumps([record["cell"].get(group) for group in WORK], sort_keys=True)
+    Of an engine the fastest cell of this session, else of its latest session, else one that did not end well.
+    """
+    found: dict[str, tuple[tuple[bool, bool, int, float], list[Record]]] = {}
+    for age, place in enumerate(reversed(baseline.sessions)):
+        for name, records in place.cells.items():
+            same = work_of(records[0]["cell"]) == work_of(record["cell"]) and _machine(records[0]) == _machine(record)
+            if same and any(place is each for each in baseline.history(name)):
+                speeds = _speeds(records)
+                worth = (bool(speeds), place is session, -age, fmean(speeds) if speeds else 0.0)
+                engine = records[0]["cell"]["engine"]
+                found[engine] = max(found.get(engine, (worth, records)), (worth, records), key=lambda each: each[0])
+    return {engine: records for engine, (_, records) in found.items()}
 
 
 def _machine(record: Record) -> str:
@@ -154,15 +155,20 @@ def _against(ours: Sequence[Record], beside: dict[str, list[Record]]) -> str:
         return ", ".join(f"{other}: {outcome}" for other, outcome in failed.items())
     best = max(measured, key=lambda other: fmean(measured[other]))
     memory = "".join(f", {peak}" for peak in [_peak(beside[best])] if peak)
-    if beside[best][0]["session"] != ours[0]["session"]:
-        memory += ", another run"
+    theirs, together = beside[best][0], beside[best][0]["session"] == ours[0]["session"]
+    memory += "".join(
+        f", {key}={theirs['cell']['training'].get(key)}"
+        for key in MEMORY
+        if theirs["cell"]["training"].get(key) != ours[0]["cell"]["training"].get(key)
+    )
+    memory += "" if together else ", another run"
     if not speeds:
         return f"{best}: {median(measured[best]):,.0f}{memory}"
     logs = [[math.log(speed) for speed in side] for side in (speeds, measured[best])]
     ratio = fmean(logs[0]) - fmean(logs[1])
     intervals = [mean_interval(side) for side in logs]
     said = ""
-    if all(intervals):
+    if together and all(intervals):  # what drifts between runs is in no interval
         half = math.hypot(*((interval[1] - interval[0]) / 2 for interval in intervals if interval))
         said = f" ({math.exp(ratio - half):.3f} to {math.exp(ratio + half):.3f})"
     return f"{math.exp(ratio):.3f}{said} of {best}{memory}"

@@ -10,7 +10,7 @@ import torch
 
 from ndbench.parallel.config import ParallelismConfig
 from ndbench.parallel.copy_engine import WARM_UP_STEPS
-from ndbench.parallel.traffic import difference, step_traffic
+from ndbench.parallel.traffic import difference, exchanges_rows, step_traffic
 from tests.parallel import copy_engine_tasks as tasks
 from tests.parallel.traffic_tasks import shapes
 from tests.parity.cases import Case, case, layout, llama, training
@@ -58,7 +58,7 @@ def test_rows_of_a_large_embedding_are_exchanged_beside_the_copies(name: str, tm
     found = []
     for collectives in ("copy_engine", "nccl"):
         at = of(options, collectives, 3, vocab_size=4099)
-        assert at.parallelism.exchanges_rows(4099, 128)
+        assert exchanges_rows(*shapes(at)[:1], at.parallelism, shapes(at)[1])
         found.append(run(at, ranks, tmp_path / collectives))
     for by_copies, by_gloo in zip(*found, strict=True):
         for what in ("losses", "norms", "parameters"):

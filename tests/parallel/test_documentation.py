@@ -13,7 +13,15 @@ import pytest
 from ndbench.parallel.config import AXES, CHECKPOINTING_MODES, ParallelismConfig
 from ndbench.parallel.context import kv_replication
 from ndbench.parallel.mesh import VIEWS
-from ndbench.parallel.traffic import LlamaShape, StepShape, block_shard, group_label, root_shard, step_traffic
+from ndbench.parallel.traffic import (
+    LlamaShape,
+    StepShape,
+    block_shard,
+    exchanges_rows,
+    group_label,
+    root_shard,
+    step_traffic,
+)
 from tests.parity.cases import all_layouts, layout
 
 PAGE = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
@@ -57,13 +65,12 @@ def symbols(at: ParallelismConfig, step: StepShape) -> dict[str, Any]:
     each = step.global_batch_size // at.batch_size
     b = step.micro_batch_size or each
     kv = MODEL.num_key_value_heads // T
-    rows = F > 1 and at.exchanges_rows(MODEL.vocab_size, each * step.sequence_length // cp)
     return {
         "F": F, "T": T, "cp": cp, "R": at.dp_replicate_size, "n": at.dp_replicate_size * F, "N": at.world_size,
         "M": each // b, "L": MODEL.num_hidden_layers, "H": MODEL.hidden_size, "V": MODEL.vocab_size, "b": b,
         "e": step.element_size, "g": max(step.element_size, 4), "s": step.sequence_length // cp,
         "t": b * step.sequence_length // cp, "d": MODEL.head_dim, "h": MODEL.num_attention_heads // T, "kv": kv,
-        "tables": 1 if rows else 2, "kept": at.kept_blocks,
+        "tables": 1 if exchanges_rows(MODEL, at, step) else 2, "kept": at.kept_blocks,
         "kv_repeated": kv * kv_replication(kv, cp), "block": block_shard(MODEL, at),
         "table": math.ceil(math.ceil(MODEL.vocab_size / T) / F) * MODEL.hidden_size,
         "norm": math.ceil(MODEL.hidden_size / F),
