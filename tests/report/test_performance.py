@@ -63,6 +63,29 @@ def test_a_peer_of_another_run_counts_and_is_told(tmp_path: Path) -> None:
     assert "| fsdp8-accelerate |" in other
 
 
+def test_the_latest_run_of_a_peer_on_this_machine_counts_not_a_later_one_elsewhere(tmp_path: Path) -> None:
+    stored(tmp_path, *by("ndbench", OURS))
+    stored(tmp_path, *[record | {"run": LATER, "session": LATER} for record in by("accelerate", THEIRS)])
+    last = "20260103-000000-cccccc"
+    root = stored(tmp_path, *[record | {"run": last, "session": last} for record in by("accelerate", OURS)])
+    (file,) = root.glob(f"*/*/{last}/*accelerate.json")
+    held = json.loads(file.read_text())
+    held["fingerprint"]["hardware"]["name"] = "another"
+    file.write_text(json.dumps(held))
+    rows = [line for line in performance.table(root).splitlines() if line.startswith("| fsdp8-ndbench")]
+    assert "1.106 of accelerate, 100.00 MiB, another run" in rows[0], "without an interval: runs drift"
+
+
+def test_how_a_peer_finds_room_is_its_own_business_and_told(tmp_path: Path) -> None:
+    theirs = by("torchtitan", THEIRS)
+    for record in theirs:
+        recomputes = record["cell"]["training"] | {"activation_checkpointing": "full"}
+        record["cell"] = record["cell"] | {"training": recomputes}
+    root = stored(tmp_path, *by("ndbench", OURS), *theirs)
+    (row,) = [line for line in performance.table(root).splitlines() if line.startswith("| fsdp8")]
+    assert "of torchtitan, 100.00 MiB, activation_checkpointing=full |" in row
+
+
 def test_a_changed_record_changes_the_table(tmp_path: Path) -> None:
     root = stored(tmp_path, *by("ndbench", OURS), *by("accelerate", THEIRS))
     text = performance.rewrite(TEXT, root)
