@@ -127,6 +127,37 @@ def expect_gradients_strided_like_outputs() -> None:
         config.guess_tangent_strides_as_outputs = True
 
 
+def no_random_state_for_attention_without_dropout() -> None:
+    """Graphs compiled from here on compute attention again without saving the random state for it, if it draws nothing.
+
+    torch 2.14 does so by itself. Older ones save a state for each such operator, on CPUs as an output of the graph,
+    after the meshes of DTensors; 2.13 expects these last, takes one of them for a tensor and fails.
+    """
+    from torch._functorch import partitioners
+
+    if not hasattr(partitioners, "is_rng_op"):
+        setattr(partitioners, "has_recomputable_rng_ops", _draws_again)  # noqa: B010 (mypy minds)
+
+
+def _draws_again(graph: torch.fx.GraphModule) -> bool:
+    """Does ``graph`` have an operator that draws random numbers and is computed again?"""
+    from torch._functorch.partitioners import must_recompute
+
+    random = torch.Tag.nondeterministic_seeded
+    tagged = (node for node in graph.graph.nodes if random in getattr(node.target, "tags", ()))
+    return any(must_recompute(node) and _dropout(node) != 0 for node in tagged)
+
+
+def _dropout(node: torch.fx.Node) -> Any:
+    """What ``node`` says of the argument ``dropout_p``; None where its operator has none."""
+    arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+    for position, argument in enumerate(arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else argument.default_value
+            return node.kwargs.get("dropout_p", given)
+    return None
+
+
 def symmetric_memory() -> Any:
     """``empty`` and ``rendezvous`` of memory that the ranks of a host map into each other."""
     import torch.distributed._symmetric_memory as module

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ndbench.parallel._torch_private import expect_gradients_strided_like_outputs
+from ndbench.parallel._torch_private import (
+    expect_gradients_strided_like_outputs,
+    no_random_state_for_attention_without_dropout,
+)
 from ndbench.parallel.attention import configure
 from ndbench.parallel.checkpointing import apply_checkpointing, compiles_inside
 from ndbench.parallel.copies import Copies
@@ -107,6 +110,9 @@ def parallelize(
     options = compile_options() if technique.float8 is not None and device.type == "cuda" else None
     inside = [block for block in blocks if compiles_inside(block, technique.activation_checkpointing)]
     if technique.compile:
+        if mesh.tp.size() > 1 and device.type == "cpu":
+            # GPUs' graphs take a generator instead of giving a state back.
+            no_random_state_for_attention_without_dropout()
         if mesh.cp.size() > 1:
             # Attention between two graphs leaves gradients as it was given queries, keys and values: by rows.
             expect_gradients_strided_like_outputs()

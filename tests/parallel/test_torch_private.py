@@ -9,8 +9,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from ndbench.parallel._torch_private import TRIED_TORCH, expect_gradients_strided_like_outputs, functional
+from ndbench.parallel._torch_private import (
+    TRIED_TORCH,
+    expect_gradients_strided_like_outputs,
+    functional,
+    no_random_state_for_attention_without_dropout,
+)
 
 
 def test_private_names_exist_in_this_torch() -> None:
@@ -54,3 +60,33 @@ def test_a_gradient_with_its_outputs_strides_is_not_copied(strided: bool) -> Non
         out.backward(gradient)
     assert copies.count == (0 if strided else 1)
     assert weight.grad is not None
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_that_is_computed_again_keeps_a_random_state_for_its_dropout_only(
+    dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is drawn none may be kept: torch 2.13 mistakes what it keeps beside DTensors' meshes for these."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import partitioners
+
+    torch.compiler.reset()
+    name = "has_recomputable_rng_ops"
+    monkeypatch.setattr(partitioners, name, getattr(partitioners, name))  # put back afterwards
+    no_random_state_for_attention_without_dropout()
+    graphs = []
+
+    def kept(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def attention(q: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True, dropout_p=dropout)
+
+    backend = aot_autograd(fw_compiler=kept, partition_fn=partitioners.min_cut_rematerialization_partition)
+    again = torch.compile(lambda q: checkpoint(attention, q.sin(), use_reentrant=False), backend=backend)
+    again(torch.randn(1, 2, 8, 8, requires_grad=True)).sum().backward()
+    states = [each for graph in graphs for each in graph.graph.nodes if "rng_state" in str(each.target)]
+    assert len(graphs) == 2
+    assert bool(states) == (dropout > 0)

@@ -55,13 +55,20 @@ def test_compiled_blocks_keep_the_numbers(parallelism: Any) -> None:
 
 @pytest.mark.parametrize(
     "parallelism",
-    [layout(), layout(1, 2), layout(1, 1, 1, 2), layout(1, 1, 2), layout(1, 1, 2, cp_method="ulysses"), FSDP_CP],
-    ids=lambda each: f"{each.layout}_{each.cp_method}",
+    [
+        layout(),
+        layout(1, 2),
+        layout(1, 1, 1, 2),
+        layout(1, 1, 1, 2, sequence_parallel=False),
+        layout(1, 1, 2),
+        layout(1, 1, 2, cp_method="ulysses"),
+        FSDP_TP,
+        FSDP_CP,
+    ],
+    ids=lambda each: f"{each.layout}_{each.cp_method}_{each.sequence_parallel}",
 )
 @pytest.mark.parametrize("mode", ["full", "attention"])
 def test_compiled_blocks_that_are_recomputed_keep_the_numbers(parallelism: Any, mode: str) -> None:
-    if mode == "full" and parallelism.tp_size > 1:
-        pytest.skip("torch 2.13 saves a DeviceMesh as if it were a tensor")
     steps = training(compile=True, activation_checkpointing=mode)
     here = case(parallelism, llama(num_hidden_layers=1), training=steps, tensors=False)
     assert_small(here, errors(here, traced_only))
