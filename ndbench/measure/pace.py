@@ -15,6 +15,7 @@ from typing import Any
 
 from ndbench.measure.doctor import Finding
 from ndbench.measure.fingerprint import usable_cpus
+from ndbench.run.preload_path import own_path
 
 SLOW_GPU = 0.05
 """A GPU whose median is this much slower than its kind is not one to gate on: the gate resolves 1 to 3 %."""
@@ -33,7 +34,9 @@ def measure_pace(device_type: str, ranks: int, timeout: float = START_SECONDS) -
     Raises ``RuntimeError`` when a rank fails or the whole takes longer than ``timeout`` seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "ndbench.measure.yardstick"])
+    context.set_forkserver_preload(
+        ["ndbench.run.preload_path", "torch", "torch.distributed", "ndbench.measure.yardstick"]
+    )
     folder = tempfile.mkdtemp(prefix="ndbench-pace-")
     results: Any = context.SimpleQueue()
     processes = [
@@ -42,7 +45,8 @@ def measure_pace(device_type: str, ranks: int, timeout: float = START_SECONDS) -
     ]
     try:
         for process in processes:
-            process.start()
+            with own_path():  # of the first, which starts the server
+                process.start()
         join_all(processes, timeout)
         failed = [rank for rank, process in enumerate(processes) if process.exitcode != 0]
         if failed:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from ndbench.run.preload_path import own_path
 from ndbench.run.process import tail
 from ndbench.run.task import RankReport, Task
 
@@ -57,6 +58,7 @@ class Interrupted(Exception):
 
 
 COMPILER = ("torch._functorch.aot_autograd", "torch._inductor.compile_fx")
+PRELOAD = ("ndbench.run.preload_path", "ndbench.run.preload")
 TORCHTITAN = ("datasets", "torch.utils.tensorboard", "tyro", "torchtitan.models.llama3")
 
 
@@ -82,7 +84,7 @@ def start_fork_server(modules: Sequence[str], start_method: str) -> None:
         return
     from multiprocessing import forkserver, resource_tracker
 
-    multiprocessing.set_forkserver_preload(["ndbench.run.preload", *modules, "ndbench.run.preload_end"])
+    multiprocessing.set_forkserver_preload([*PRELOAD, *modules, "ndbench.run.preload_end"])
     # libraries ask whether there is a GPU when they are imported; CUDA's own answer would start it in the server
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     # torch reads this once, when its thread pools are made; the worker raises it where there are cores to spare
@@ -93,7 +95,8 @@ def start_fork_server(modules: Sequence[str], start_method: str) -> None:
     try:
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
-        forkserver.ensure_running()
+        with own_path():
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

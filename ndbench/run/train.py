@@ -35,6 +35,8 @@ FAILED = 3
 """Exit code of a run that a rank's error ended; one that a signal ended has 128 + its number."""
 
 POLL_SECONDS = 0.2
+ECHO_SECONDS = 1.0
+"""A second signal within this time is the first once more."""
 
 
 def train(words: Sequence[str], config_dir: Path | None, console: Console) -> int:
@@ -153,8 +155,8 @@ def _launch(cell: Cell, folder: Path, scratch: Path, view: TrainingView, stack: 
             while thread.is_alive():
                 thread.join(POLL_SECONDS)
                 if len(signals) > told:
-                    told = len(signals)
-                    if told == 1:
+                    asked_before, told = told > 0, len(signals)
+                    if not asked_before:
                         asked.set(signals[0])
                         view.stopping(signals[0])
                     else:
@@ -191,10 +193,18 @@ def _instead_of(start: Path | None, folder: Path, reason: str) -> str | None:
 
 @contextlib.contextmanager
 def _heard(signals: list[int]) -> Iterator[None]:
-    """Collect the signals that ask for an end instead of being ended by them."""
+    """Collect the signals that ask for an end instead of being ended by them; what follows at once is the same wish.
+
+    ``timeout``, schedulers and terminals tell a process and then its group.
+    """
+    first = 0.0
 
     def hear(number: int, _frame: FrameType | None) -> None:
-        signals.append(number)
+        nonlocal first
+        if not signals:
+            first = time.monotonic()
+        if not signals or time.monotonic() - first > ECHO_SECONDS:
+            signals.append(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield

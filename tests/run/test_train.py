@@ -94,7 +94,8 @@ def test_kill_9_then_a_schedulers_sigterm_and_the_log_is_that_of_one_run(
     stopped = start(cut, "resume=auto")
     at = lines(cut)[-1]["step"]
     wait_for(reached(cut, at + 4))
-    os.killpg(stopped.pid, signal.SIGTERM)  # the ranks and their server get it too
+    stopped.terminate()
+    os.killpg(stopped.pid, signal.SIGTERM)  # as timeout does it; the ranks and their server get it too
     out, _ = stopped.communicate(timeout=60)
     assert stopped.returncode == 143, out
     step = lines(cut)[-1]["step"]
