@@ -20,7 +20,7 @@ from ndbench.compare.verdict import compare
 from ndbench.config import Cell
 from ndbench.gate.loop import Confirmed, confirm, confirm_rule
 from ndbench.gate.pairs import Bench, by_turns
-from ndbench.gate.refs import Side, importable, open_side
+from ndbench.gate.refs import HERE, Side, importable, open_side, uncommitted
 from ndbench.gate.sides import SideProcess
 from ndbench.matrix.expand import Matrix, expand
 from ndbench.report import junit
@@ -161,6 +161,19 @@ def _renamed(records: list, names: set[str]) -> list:  # type: ignore[type-arg]
 def _announce(cells: dict[str, tuple[Cell, Cell]], sides: Sequence[Side], console: Console) -> None:
     said = f"base {sides[0].ref}, head {sides[1].ref}: {len(cells)} cell{'s' * (len(cells) != 1)}"
     _say(console, f"{said}, {estimate([head for _, head in cells.values()])}")
+    for line in remarks(sides):
+        _say(console, line)
+
+
+def remarks(sides: Sequence[Side]) -> list[str]:
+    """What the references may not have been meant to say."""
+    found = []
+    if sides[0].commit is not None and sides[0].commit == sides[1].commit:
+        found.append(f"both sides are commit {sides[0].commit[:12]}: what differs is noise")
+    for side in sides:
+        if side.ref == "git:HEAD" and uncommitted(Path.cwd()):
+            found.append(f"{side.ref} is without your uncommitted changes; '{HERE}', the default head, has them")
+    return found
 
 
 def estimate(cells: Sequence[Cell]) -> str:

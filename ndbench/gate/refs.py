@@ -126,6 +126,11 @@ def resolve_commit(rev: str, cwd: Path) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def uncommitted(cwd: Path) -> bool:
+    """Has a file that git keeps at ``cwd`` changed since the last commit?"""
+    return bool(_git(cwd, "status", "--porcelain", "--untracked-files=no"))
+
+
 def merge_base(cwd: Path) -> tuple[str, str] | None:
     """(commit, what it was merged with): where this branch left the default branch; null when there is none."""
     for branch in ("origin/HEAD", "origin/main", "origin/master", "main", "master"):

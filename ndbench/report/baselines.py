@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ndbench.compare.statistics import MIN_SESSIONS
 from ndbench.report.facts import age, printable
 from ndbench.results.baseline import Accepted
 
@@ -139,6 +140,11 @@ def print_accepted(accepted: Accepted, console: Console) -> None:
         _say(console, f"retired, no longer expected: {', '.join(accepted.retired)}")
     for name, why in accepted.refused.items():
         _say(console, f"not accepted: {name}: {why}", "bold red")
+    few = min(accepted.sessions.values(), default=MIN_SESSIONS)
+    if few < MIN_SESSIONS:
+        more = MIN_SESSIONS - few
+        what = f"{more} more accepted run{'s' * (more != 1)} will tell how runs differ"
+        _say(console, f"{few} of {MIN_SESSIONS}: {what}; until then only a step twice as long is red")
     held = accepted.cells or accepted.already or accepted.retired
     _say(console, f"session: {accepted.folder}" if held else "nothing was accepted: the baseline is as it was")
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from ndbench.compare.memory import said_bytes
 from ndbench.compare.statistics import mean_interval
@@ -91,7 +92,8 @@ def _machine(record: Record) -> str:
 
 def _row(name: str, records: Sequence[Record], beside: dict[str, list[Record]], session: Session) -> str:
     cell, speeds = records[0]["cell"], _speeds(records)
-    command = "" if cell["suite"] == NO_SUITE else f"`ndbench suite={cell['suite']} cells={name}`"
+    selected = _selected(name, cell, beside)
+    command = "" if cell["suite"] == NO_SUITE else f"`ndbench suite={cell['suite']} cells={selected}`"
     day = str(records[-1]["end"] or session.accepted)[:10]
     if not speeds:
         outcome = ", ".join(sorted({record["outcome"] for record in records}))
@@ -107,6 +109,12 @@ def _row(name: str, records: Sequence[Record], beside: dict[str, list[Record]], 
         f"{day}, {len(speeds)} launch{'es' * (len(speeds) > 1)}",
     )
     return f"| {' | '.join(columns)} |"
+
+
+def _selected(name: str, cell: Mapping[str, Any], beside: Mapping[str, Any]) -> str:
+    """What selects the cell, and its peers with it."""
+    ending = f"-{cell['engine']}"
+    return f"'{name.removesuffix(ending)}-*'" if len(beside) > 1 and name.endswith(ending) else name
 
 
 def _values(records: Sequence[Record], metric: str) -> list[float]:

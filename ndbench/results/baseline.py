@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,6 +45,8 @@ class Accepted:
     retired: list[str] = field(default_factory=list)
     already: list[str] = field(default_factory=list)
     """Cells that an earlier call had accepted from the same run."""
+    sessions: dict[str, int] = field(default_factory=dict)
+    """How many sessions now hold each of ``cells`` at its present level."""
     suspects: list[str] = field(default_factory=list)
     """Cells taken although the comparison could not tell them from a regression."""
 
@@ -144,15 +146,25 @@ def accept(
         "retired": sorted(retired),
     }
     already = add_cells(target, head, taken)
+    cells = [name for name in sorted(taken) if name not in already]
     return Accepted(
         folder=target / session,
-        cells=[name for name in sorted(taken) if name not in already],
+        cells=cells,
+        sessions=_sessions_of(target, cells),
         refused=refused,
         restarted=head["restarted"],
         retired=sorted(retired),
         already=already,
         suspects=[name for name in sorted(taken) if verdicts.get(name) == "inconclusive" and name not in already],
     )
+
+
+def _sessions_of(target: Path, cells: Sequence[str]) -> dict[str, int]:
+    try:
+        stored = read_baseline(target)
+    except ValueError:  # another session is damaged: whoever compares is told
+        return {}
+    return {name: len(stored.segment(name)) for name in cells}
 
 
 def _verdicts_of(run: RunFolder) -> dict[str, str]:

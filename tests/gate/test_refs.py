@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ndbench.gate.ab import run_ab
+from ndbench.gate.ab import remarks, run_ab
 from ndbench.gate.refs import merge_base, open_side, resolve_commit
 
 
@@ -157,3 +157,22 @@ def test_the_merge_base_is_where_the_branch_left(repository: Path) -> None:
     git(repository, "add", "-A")
     git(repository, "commit", "-q", "-m", "work")
     assert merge_base(repository) == (fork, "main")
+
+
+def test_the_same_commit_on_both_sides_and_work_left_out_are_told(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repository)
+
+    def told(base: str, head: str) -> list[str]:
+        with open_side("base", base) as one, open_side("head", head) as other:
+            return remarks([one, other])
+
+    assert told("git:HEAD~1", "git:HEAD") == []
+    commit = resolve_commit("HEAD", repository)
+    assert commit is not None
+    assert told("git:main", "git:HEAD") == [f"both sides are commit {commit[:12]}: what differs is noise"]
+    (repository / "tools" / "keep").write_text("changed")
+    assert told("git:HEAD~1", "here") == []
+    (line,) = told("git:HEAD~1", "git:HEAD")
+    assert "git:HEAD is without your uncommitted changes; 'here', the default head, has them" in line

@@ -36,6 +36,21 @@ def test_accepting_says_what_was_taken_and_what_was_held_back_with_the_way_on(tm
     assert "accepted before, unchanged: fsdp8" in again
 
 
+def test_accepting_says_how_many_runs_are_lacking_until_less_than_double_is_red(tmp_path: Path) -> None:
+    texts = [
+        said(
+            baselines.print_accepted, accept(a_run(tmp_path, f"r{number}"), "again", results_dir=tmp_path, verdicts={})
+        )
+        for number in range(3)
+    ]
+    assert (
+        "1 of 3: 2 more accepted runs will tell how runs differ; until then only a step twice as long is red"
+        in texts[0]
+    )
+    assert "2 of 3: 1 more accepted run will tell" in texts[1]
+    assert "only a step twice as long" not in texts[2]
+
+
 def test_listing_an_empty_folder_says_how_to_begin(tmp_path: Path) -> None:
     assert "ndbench baseline accept RUN" in said(baselines.print_list, list_baselines(tmp_path), tmp_path)
 
