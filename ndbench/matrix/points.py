@@ -58,7 +58,9 @@ class PointMaker:
     def __init__(self, composer: Composer, sources: Sources, request: Request, suite: SuiteConfig, here: bool) -> None:
         self._composer, self._sources, self._request, self._suite, self._here = composer, sources, request, suite, here
         self._groups = {group: name for group, name in request.groups.items() if group != "suite"}
-        self.warnings: list[str] = []
+        self._short: dict[int, int] = {}
+        """Devices of a machine -> how many of them the layouts use, where that is fewer."""
+        self._worlds: set[int] = set()
         self._counts: dict[frozenset[tuple[str, Any]], int] = {}
         self._where = str(sources.files["suite"].get(suite.name, suite.name))
         self._exclude, self._exclude_values = _rules(suite.exclude, self._where)
@@ -67,6 +69,17 @@ class PointMaker:
         swept = sorted({"parallelism", *DEGREES} & set(request.sweeps))
         if named and swept:
             raise ValueError(f"suite {suite.name} names its layouts: {', '.join(swept)} cannot be swept over too")
+
+    @property
+    def warnings(self) -> list[str]:
+        """Devices that no layout uses, and the layouts of other world sizes that no point so far has asked for."""
+        sizes = ", ".join(str(size) for size in sorted(self._suite.layouts))
+        notes = [
+            f"suite {self._suite.name} has layouts for world sizes {sizes}: {used} of {world} devices are used"
+            for world, used in self._short.items()
+        ]
+        left = self._suite.left_out(self._worlds)
+        return [f"{note}; {left}" if left else note for note in notes]
 
     def points(self, settings: dict[str, Any]) -> list[Point]:
         return [self._point(draft, settings) for draft in self._drafts(settings)]
@@ -99,10 +112,9 @@ class PointMaker:
             smaller = [size for size in suite.layouts if size <= world]
             if asked is not None or not smaller:
                 raise ValueError(f"suite {suite.name} has layouts for world sizes {sizes}, not for {world}")
-            note = f"suite {suite.name} has layouts for world sizes {sizes}: {max(smaller)} of {world} devices are used"
-            if note not in self.warnings:
-                self.warnings.append(note)
+            self._short[world] = max(smaller)
             world = max(smaller)
+        self._worlds.add(world)
         for degrees in suite.layouts_for(world):
             yield {"world_size": world} | {f"parallelism.{axis}_size": size for axis, size in degrees.items()}
 

@@ -5,7 +5,7 @@ Reads nothing and runs nothing; ``compose`` hands in the file's content, ``expan
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from ndbench.matrix.sources import GROUPS, Sources, close_to
 from ndbench.parallel.config import AXES
 
 DEVICES = ("all", "cpu", "cuda")
+_LISTED = 4
 
 
 @dataclass
@@ -53,7 +54,22 @@ class SuiteConfig:
         """Degrees by axis of each layout at a world size; empty when the suite does not name layouts."""
         if self.factorise:
             return list(factorisations(world_size, self.factorise))
-        return [parse_layout(layout) for layout in self.layouts.get(world_size) or []]
+        return [parse_layout(layout) for layout in self._named(world_size)]
+
+    def left_out(self, used: Collection[int]) -> str:
+        """``layouts of 1 device are left out: single``: those of every world size that is not ``used``, if any."""
+        said: list[str] = []
+        for size in sorted(set(self.layouts) - {*used}):
+            names = [str(layout) for layout in self._named(size)]
+            if names:
+                listed = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if names[_LISTED:] else "")
+                devices = f"of {size} device{'' if size == 1 else 's'}"
+                said.append(f"{devices}: {listed}" if said else f"layouts {devices} are left out: {listed}")
+        return "; ".join(said)
+
+    def _named(self, world_size: int) -> list[Any]:
+        layouts = self.layouts.get(world_size) or []
+        return layouts if isinstance(layouts, list) else [layouts]
 
 
 def is_computed(value: object) -> bool:

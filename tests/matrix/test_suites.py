@@ -39,6 +39,39 @@ def test_axes_multiply_and_only_what_varies_is_in_a_name(user: Write, tmp_path: 
     assert matrix.cells[-1].config.training.precision == "bf16"
 
 
+@pytest.mark.parametrize(
+    ("text", "hardware", "said"),
+    [
+        (
+            "layouts: {2: [ddp2, tp2], 1: single}\n",
+            "cpu",
+            "suite x has layouts for world sizes 1, 2: 2 of 8 devices are used; layouts of 1 device are left out: "
+            "single",
+        ),
+        (
+            "layouts: {2: [ddp2], 1: [single], 8: [ddp8, fsdp8, hsdp2x4, hsdp4x2, tp8, cp8]}\n",
+            "h100_x4",
+            "suite x has layouts for world sizes 1, 2, 8: 2 of 4 devices are used; layouts of 1 device are left out: "
+            "single; of 8 devices: ddp8, fsdp8, hsdp2x4, hsdp4x2 and 2 more",
+        ),
+        (
+            "points: {all: {}, one: {world_size: 1}}\nlayouts: {2: [ddp2], 1: [single]}\n",
+            "cpu",
+            "suite x has layouts for world sizes 1, 2: 2 of 8 devices are used",
+        ),
+    ],
+)
+def test_layouts_of_other_world_sizes_are_left_out_by_name(
+    user: Write, tmp_path: Path, text: str, hardware: str, said: str
+) -> None:
+    user("suites/x.yaml", text)
+    assert expand(["suite=x", f"hardware={hardware}"], tmp_path, here=False).warnings == [said]
+
+
+def test_one_layout_alone_needs_no_brackets(user: Write, tmp_path: Path) -> None:
+    assert names(matrix_of(user, tmp_path, "layouts: {8: fsdp8}\n")) == ["fsdp8"]
+
+
 def test_an_axis_fixed_by_the_command_line_keeps_the_names(user: Write, tmp_path: Path) -> None:
     text = "axes: {training.precision: [fp32, bf16]}\nlayouts: {8: [ddp8]}\n"
     whole = {cell.name: cell.cell_id for cell in matrix_of(user, tmp_path, text).cells}

@@ -167,11 +167,36 @@ def test_locked_memory_matters_with_infiniband_only() -> None:
 
 def test_few_cpus_for_many_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "usable_cpus", lambda: 4)
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.1, 0.1, 0.1))
+    monkeypatch.setattr(doctor, "running", lambda: 0)
     assert one(doctor.processors(gpus=8)).level == "warn"
     assert one(doctor.processors(gpus=2)).level == "ok"
-    monkeypatch.setattr(os, "getloadavg", lambda: (3.5, 0.1, 0.1))
-    assert [finding.subject for finding in doctor.processors(gpus=0)] == ["cpus", "load"]
+
+
+@pytest.mark.parametrize(
+    ("load", "running", "said"),
+    [
+        (7.2, 0, None),  # of a run that has ended
+        (0.1, 3, "3 other processes now on 4 CPUs: times will be noisy"),
+        (3.5, None, "load average 3.5 on 4 CPUs: times will be noisy"),
+        (0.1, None, None),
+    ],
+)
+def test_what_runs_now_is_told_and_not_what_ran_before(
+    monkeypatch: pytest.MonkeyPatch, load: float, running: float | None, said: str | None
+) -> None:
+    monkeypatch.setattr(doctor, "usable_cpus", lambda: 4)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(doctor, "running", lambda: running)
+    cpus, *warned = doctor.processors(gpus=0)
+    assert cpus.text.endswith(f"load average {load}")
+    assert [(finding.level, finding.text) for finding in warned] == ([("warn", said)] if said else [])
+
+
+def test_the_one_that_counts_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter(["1/84", "9/84", "3/84", "3/84", "2/84", "none"])
+    monkeypatch.setattr(Path, "read_text", lambda *_: f"7.20 6.16 8.99 {next(answers)} 31092\n")
+    assert doctor.running() == 2
+    assert doctor.running() is None
 
 
 def test_an_unwritable_results_folder_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
