@@ -37,6 +37,8 @@ class Draft:
     tokens: list[str] = field(default_factory=list)
     forced: bool = False
     """An ``include`` entry: no exclude touches it."""
+    swept: dict[str, Any] = field(default_factory=dict)
+    """What the command line's sweep asks for here; the point may have said otherwise."""
 
 
 @dataclass
@@ -69,6 +71,9 @@ class PointMaker:
         swept = sorted({"parallelism", *DEGREES} & set(request.sweeps))
         if named and swept:
             raise ValueError(f"suite {suite.name} names its layouts: {', '.join(swept)} cannot be swept over too")
+        for name, point in suite.points.items():
+            if both := sorted(set(flatten(point)) & set(suite.axes)):
+                raise ValueError(f"{self._where}: point {name} sets {', '.join(both)}, over which axes go already")
 
     @property
     def warnings(self) -> list[str]:
@@ -94,8 +99,9 @@ class PointMaker:
             tokens = [token(key, values[key]) for key in varying]
             for name, point in (self._suite.points or {"": {}}).items():
                 merged = values | flatten(point)
+                swept = {key: values[key] for key in self._request.sweeps}
                 for layout in self._layouts(merged, settings):
-                    yield Draft(merged | layout, [str(name), *tokens])
+                    yield Draft(merged | layout, [str(name), *tokens], swept=swept)
         for include in self._include_values:
             tokens = [token(key, value) for key, value in include.items() if key not in LAYOUT_KEYS]
             yield Draft(dict(include), tokens, forced=True)
@@ -178,7 +184,7 @@ class PointMaker:
 
     def _contradiction(self, draft: Draft, config: Config) -> str | None:
         for key, value in draft.values.items():
-            asked = self._request.values.get(key, value)
+            asked = self._request.values.get(key, draft.swept.get(key, value))
             if key in self._request.groups:
                 asked = self._request.groups[key]
             if asked != value and asked != -1:

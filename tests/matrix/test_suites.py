@@ -256,3 +256,21 @@ def test_six_hundred_cells_expand_in_under_three_seconds(user: Write, tmp_path: 
     matrix = expand(["suite=big", "hardware=cpu"], tmp_path)
     assert len(matrix.cells) == 640
     assert time.process_time() - began < 3.0
+
+
+POINTS = "points:\n  long: {training.steps: 16}\n  plain: {}\nlayouts: {8: [fsdp8]}\n"
+
+
+def test_a_sweep_wins_over_what_a_point_says(user: Write, tmp_path: Path) -> None:
+    """Before, the cell had the point's steps under the sweep's name."""
+    user("suites/x.yaml", POINTS)
+    matrix = expand(["suite=x", "training.steps=8,16"], tmp_path, sweep=True, here=False)
+    steps = {cell.name: cell.config.training.steps for cell in matrix.cells}
+    assert steps == {"fsdp8-plain-steps8": 8, "fsdp8-long-steps16": 16, "fsdp8-plain-steps16": 16}
+    assert matrix.excluded == [("fsdp8-long-steps8", "the command line asks for training.steps=8")]
+
+
+def test_a_point_cannot_set_what_an_axis_varies(user: Write, tmp_path: Path) -> None:
+    user("suites/x.yaml", POINTS + "axes: {training.steps: [8, 12]}\n")
+    with pytest.raises(ValueError, match=r"x\.yaml: point long sets training\.steps, over which axes go already"):
+        expand(["suite=x"], tmp_path, here=False)
