@@ -55,9 +55,15 @@ class Expression:
         """Value for a resolved cell. Raises ``ValueError`` naming file and expression when there is none."""
         try:
             return _value(self.tree, config)
-        except (TypeError, ZeroDivisionError) as error:
-            keys = ", ".join(f"{key} is {get_value(config, _full(key))}" for key in sorted(_names(self.tree)))
-            raise ValueError(f"{self.where}: expression '{self.text}' has no value where {keys}: {error}") from error
+        except (TypeError, ArithmeticError) as error:
+            known = [f"{name} is {_of(name, config)}" for name in sorted(_names(self.tree))]
+            where = f" where {', '.join(known)}" if known else ""
+            raise ValueError(f"{self.where}: expression '{self.text}' has no value{where}: {error}") from error
+
+    @property
+    def keys(self) -> set[str]:
+        """The keys of the configuration that it reads."""
+        return {_full(name) for name in _names(self.tree)}
 
     def holds(self, config: Config) -> bool:
         """Truth for a resolved cell. Raises ``ValueError`` naming file and expression when it has none."""
@@ -144,28 +150,35 @@ def _value(node: ast.expr, config: Config) -> Any:
             name = _dotted(node)
             if name in _CONSTANTS:
                 return _CONSTANTS[name]
-            return config.parallelism.layout if name == "layout" else get_value(config, _full(name))
+            return _of(name, config)
         case ast.List(elts=parts) | ast.Tuple(elts=parts):
             return [_value(part, config) for part in parts]
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return not _value(operand, config)
+            return not _truth(_value(operand, config))
         case ast.UnaryOp(operand=operand):
             return -_value(operand, config)
         case ast.IfExp(test=test, body=body, orelse=other):
-            chosen = _value(test, config)
-            if not isinstance(chosen, bool):
-                raise TypeError(f"{chosen!r} is neither true nor false")
-            return _value(body if chosen else other, config)
+            return _value(body if _truth(_value(test, config)) else other, config)
         case ast.BinOp(left=left, op=op, right=right):
             return _ARITHMETIC[type(op)](_number(_value(left, config)), _number(_value(right, config)))
         case ast.BoolOp(op=ast.And(), values=parts):
-            return all(_value(part, config) for part in parts)
+            return all(_truth(_value(part, config)) for part in parts)
         case ast.BoolOp(values=parts):
-            return any(_value(part, config) for part in parts)
+            return any(_truth(_value(part, config)) for part in parts)
         case ast.Compare(left=left, ops=ops, comparators=others):
             values = [_value(part, config) for part in (left, *others)]
             return all(_COMPARE[type(sign)](a, b) for sign, a, b in zip(ops, values, values[1:], strict=False))
     raise AssertionError(f"checked when parsed: {ast.dump(node)}")
+
+
+def _of(name: str, config: Config) -> Any:
+    return config.parallelism.layout if name == "layout" else get_value(config, _full(name))
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} is neither true nor false")
+    return value
 
 
 def _number(value: Any) -> int | float:

@@ -153,6 +153,8 @@ class PointMaker:
             fill_world(config)
         for key, value in computed.items():
             expression = parse_expression(value[1:], f"{self._where}: {key}")
+            if both := sorted(expression.keys & computed.keys()):
+                raise ValueError(f"{self._where}: {key}: '{value}' reads {', '.join(both)}, which is computed, too")
             set_value(config, key, typed(key, expression.value(config)))
         return config
 

@@ -38,7 +38,8 @@ def measure_pace(device_type: str, ranks: int, timeout: float = START_SECONDS) -
         ["ndbench.run.preload_path", "torch", "torch.distributed", "ndbench.measure.yardstick"]
     )
     folder = tempfile.mkdtemp(prefix="ndbench-pace-")
-    results: Any = context.SimpleQueue()
+    with own_path():  # of Python's helpers, which the first of these starts
+        results: Any = context.SimpleQueue()
     processes = [
         context.Process(target=_rank, args=(device_type, rank, ranks, folder, results), daemon=True)
         for rank in range(ranks)

@@ -93,7 +93,8 @@ def start_fork_server(modules: Sequence[str], start_method: str) -> None:
     # comes first because Python unblocks some of them again after starting it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
-        resource_tracker.ensure_running()
+        with own_path():
+            resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
         with own_path():
             forkserver.ensure_running()

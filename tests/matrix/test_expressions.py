@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from ndbench.config import Config, HardwareConfig, ModelConfig
@@ -34,6 +36,7 @@ CELL = Config(
         ("model.name == 'llama_tiny'", True),
         ("tp == (8 if cp == 1 else 4)", True),
         ("tp == (8 if cp > 1 else 4)", False),
+        ("(cp > 1 or tp > 1) and not model.sliding_window is not null", True),
     ],
 )
 def test_an_expression_means_what_it_says(text: str, truth: bool) -> None:
@@ -89,3 +92,18 @@ def test_an_expression_that_is_a_number_is_refused() -> None:
 def test_deep_nesting_is_refused_not_a_crash() -> None:
     with pytest.raises(ValueError, match="cannot be used"):
         parse_expression("(" * 900 + "tp" + ")" * 900, "suites/x.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("1 if tp else 2", "has no value where tp is 8: 8 is neither true nor false"),
+        ("tp and cp > 1", "has no value where cp is 1, tp is 8: 8 is neither true nor false"),
+        ("not null", "has no value: None is neither true nor false"),
+        ("1 if layout else 2", "has no value where layout is ddp2_tp8: 'ddp2_tp8' is neither"),
+        (f"{'9' * 400} / 2 > tp", "integer division result too large for a float"),
+    ],
+)
+def test_what_has_no_value_is_told_with_what_it_read(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse_expression(text, "suites/x.yaml").value(CELL)

@@ -274,3 +274,11 @@ def test_a_point_cannot_set_what_an_axis_varies(user: Write, tmp_path: Path) -> 
     user("suites/x.yaml", POINTS + "axes: {training.steps: [8, 12]}\n")
     with pytest.raises(ValueError, match=r"x\.yaml: point long sets training\.steps, over which axes go already"):
         expand(["suite=x"], tmp_path, here=False)
+
+
+def test_a_computed_value_cannot_read_another(user: Write, tmp_path: Path) -> None:
+    """It would see that one's default or its value, by the order of the file."""
+    computed = '{training.steps: "= training.global_batch_size", training.global_batch_size: "= 8 * tp"}'
+    user("suites/x.yaml", f"settings: {{all: {computed}}}\nlayouts: {{8: [fsdp8]}}\n")
+    with pytest.raises(ValueError, match=r"training\.steps: '.*' reads training\.global_batch_size, which is computed"):
+        expand(["suite=x"], tmp_path, here=False)

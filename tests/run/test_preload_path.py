@@ -44,7 +44,8 @@ def test_another_copy_in_the_current_folder_is_not_taken(what: str, tmp_path: Pa
     (script / "helper.py").write_text(HELPER)
     (script / "driver.py").write_text(DRIVER)
     (here / "ndbench").mkdir(parents=True)
-    (here / "ndbench" / "__init__.py").write_text(f"open({str(tmp_path / 'wrong')!r}, 'w').write('imported')\n")
+    for name in ("ndbench/__init__.py", "signal.py"):  # the latter for Python's own helpers
+        (here / name).write_text(f"open({str(tmp_path / 'wrong')!r}, 'w').write('imported')\n")
     root = str(Path(ndbench.__file__).parents[1])
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"} | {"PYTHONPATH": root}
     subprocess.run(
