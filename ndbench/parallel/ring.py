@@ -243,8 +243,8 @@ class _RingAttention(torch.autograd.Function):
                     add_keys(dkv, keys, block_dkv)
                 elif many or arriving is None:
                     dkv = first_keys(k, keys, block_dkv, precise if many else k.dtype)
-            if dkv is None and many:  # a window may leave a step without a tile
-                dkv = no_keys(k, precise)
+            if dkv is None and (many or arriving is None):  # a window may leave a step without a tile
+                dkv = no_keys(k, precise if many else k.dtype)
             # The gradients of source's keys arrive from the rank that held them before, and go on with our share: their
             # transfer hides behind the next step's block. They travel in float32 while they are a sum; what one kernel
             # gave loses nothing in less.
