@@ -74,6 +74,25 @@ def test_a_wrong_weight_or_a_lost_gradient_is_seen(cp_size: int, lost: str, monk
     assert worst[lost] > 100 * TOLERANCE[torch.float32], worst
 
 
+@pytest.mark.parametrize(
+    ("cp_size", "changes", "most"), [(2, {}, 1), (2, {"documents": ((40, 24), (64,))}, 0), (4, {}, 0)], ids=str
+)
+def test_blocks_of_queries_gradients_do_not_pile_up(
+    cp_size: int, changes: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One may wait where the only other has all rows: with a mask, or more ranks, none would ever come or many wait."""
+    waited = []
+
+    class Noted(ring.RowSum):
+        def add(self, rows: slice, block: torch.Tensor) -> None:
+            super().add(rows, block)
+            waited.append(int(self._waiting is not None))
+
+    monkeypatch.setattr(ring, "RowSum", Noted)
+    errors(Case("ring", **changes), cp_size)
+    assert max(waited) == most
+
+
 class Cudnn:
     """cuDNN's two operators as PyTorch has them, computed by the CPU kernel, with what makes them easy to misuse.
 
