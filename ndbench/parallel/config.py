@@ -119,11 +119,16 @@ class ParallelismConfig:
         """Number of ranks that share one copy of the parameters: dp_shard x cp."""
         return self.dp_shard_size * self.cp_size
 
-    def micro_steps(self, step: StepShape) -> tuple[int, int]:
-        """Micro-steps of an optimizer step, and a rank's tokens in one."""
+    def micro_batches(self, step: StepShape) -> tuple[int, int]:
+        """Micro-steps of an optimizer step, and a rank's sequences in one."""
         sequences = step.global_batch_size // self.batch_size
         rows = step.micro_batch_size or sequences
-        return sequences // rows, rows * step.sequence_length // self.cp_size
+        return sequences // rows, rows
+
+    def micro_steps(self, step: StepShape) -> tuple[int, int]:
+        """Micro-steps of an optimizer step, and a rank's tokens in one."""
+        steps, rows = self.micro_batches(step)
+        return steps, rows * step.sequence_length // self.cp_size
 
     def exchanges_rows(self, vocab_size: int, micro_steps: int, tokens: int) -> bool:
         """Do FSDP's ranks exchange the embedding's rows that a micro-step's ``tokens`` ask for, instead of the table?

@@ -1,10 +1,9 @@
 """Sharded data parallelism: FSDP2 over the ``fsdp`` view, replicas as the outer dim of a 2-D mesh.
 
 A unit is gathered and reduced at once: each transformer block, the embedding (unless ``embedding.py`` has it), the
-output head, and the rest. Gradients
-are sums over ranks, never means: the loss is already divided by the tokens of the whole global batch. It knows nothing
-of tensor or context parallelism. Replicas of what is not sharded at all are ``replicate.py``'s, unless they are
-offloaded: these are a mesh of (N, 1).
+output head, and the rest. Gradients are sums over ranks, never means: the loss is already divided by the tokens of the
+whole global batch. It knows nothing of tensor or context parallelism. Replicas of what is not sharded at all are
+``replicate.py``'s, unless they are offloaded: these are a mesh of (N, 1).
 """
 
 from __future__ import annotations

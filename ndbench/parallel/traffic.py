@@ -123,13 +123,6 @@ def exchanges_rows(model: LlamaShape, layout: ParallelismConfig, step: StepShape
     return not model.tie_word_embeddings and layout.exchanges_rows(model.vocab_size, *layout.micro_steps(step))
 
 
-def _micro(layout: ParallelismConfig, step: StepShape) -> tuple[int, int]:
-    """Micro-steps of an optimizer step, and sequences of one."""
-    rows = step.global_batch_size // layout.batch_size
-    size = step.micro_batch_size or rows
-    return rows // size, size
-
-
 def _data(total: _Sum, model: LlamaShape, layout: ParallelismConfig, step: StepShape) -> None:
     """FSDP gathers a unit before its forward and a block again before its backward; gradients are scattered once.
 
@@ -139,7 +132,7 @@ def _data(total: _Sum, model: LlamaShape, layout: ParallelismConfig, step: StepS
     Where nothing is sharded, replicas sum each block, and what is after and before the blocks apart. A step by copy
     engines is watched as NCCL takes it; of gradients that it does not add up it sends them in the computed dtype.
     """
-    micro_steps, _ = _micro(layout, step)
+    micro_steps, _ = layout.micro_batches(step)
     layers, shards, replicas = model.num_hidden_layers, layout.fsdp_size, layout.dp_replicate_size
     axis = group_label(layout, VIEWS["fsdp"])
     freed = max(layers - layout.kept_blocks, 0) if layout.reshard_after_forward else 0
@@ -174,7 +167,7 @@ def _tensor(total: _Sum, model: LlamaShape, layout: ParallelismConfig, step: Ste
     tp, layers = layout.tp_size, model.num_hidden_layers
     if tp == 1:
         return
-    micro_steps, rows = _micro(layout, step)
+    micro_steps, rows = layout.micro_batches(step)
     tokens = rows * step.sequence_length // layout.cp_size
     activation = tokens * model.hidden_size * step.element_size
     # Checkpointing that keeps no collectives runs a block's forward again, up to the last tensor that backward needs:
@@ -203,7 +196,7 @@ def _context(total: _Sum, model: LlamaShape, layout: ParallelismConfig, step: St
     cp = layout.cp_size
     if cp == 1:
         return
-    micro_steps, rows = _micro(layout, step)
+    micro_steps, rows = layout.micro_batches(step)
     calls = micro_steps * model.num_hidden_layers
     kv_heads, local = model.num_key_value_heads // layout.tp_size, step.sequence_length // cp
     mode = step.activation_checkpointing
