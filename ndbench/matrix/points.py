@@ -1,7 +1,7 @@
 """Every point of a suite under a command line, each as a resolved cell with what speaks against it.
 
-The command line wins over the suite: a key it sets is fixed on every axis, and a layout or point that says otherwise
-is left out with that reason.
+The command line wins over the suite: a key it sets is fixed on every axis. Of layouts, and of points where it names a
+value that one of them has, it picks those that agree; the others are left out with that reason.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ class PointMaker:
         self._where = str(sources.files["suite"].get(suite.name, suite.name))
         self._exclude, self._exclude_values = _rules(suite.exclude, self._where)
         self._include, self._include_values = _rules(suite.include, self._where)
+        self._points = {str(name): flatten(point) for name, point in (suite.points or {"": {}}).items()}
         named = bool(suite.layouts or suite.factorise)
         swept = sorted({"parallelism", *DEGREES} & set(request.sweeps))
         if named and swept:
             raise ValueError(f"suite {suite.name} names its layouts: {', '.join(swept)} cannot be swept over too")
-        for name, point in suite.points.items():
-            if both := sorted(set(flatten(point)) & set(suite.axes)):
+        for name, point in self._points.items():
+            if both := sorted(set(point) & set(suite.axes)):
                 raise ValueError(f"{self._where}: point {name} sets {', '.join(both)}, over which axes go already")
 
     @property
@@ -97,21 +98,33 @@ class PointMaker:
         for combination in itertools.product(*choices):
             values = dict(zip(axes, combination, strict=True))
             tokens = [token(key, values[key]) for key in varying]
-            for name, point in (self._suite.points or {"": {}}).items():
-                merged = values | flatten(point)
-                swept = {key: values[key] for key in self._request.sweeps}
+            swept = {key: values[key] for key in self._request.sweeps}
+            for name, point in self._points.items():
+                merged = values | self._overridden(point, self._request.values | swept)
                 for layout in self._layouts(merged, settings):
-                    yield Draft(merged | layout, [str(name), *tokens], swept=swept)
+                    yield Draft(merged | layout, [name, *tokens], swept=swept)
         for include in self._include_values:
-            tokens = [token(key, value) for key, value in include.items() if key not in LAYOUT_KEYS]
-            yield Draft(dict(include), tokens, forced=True)
+            values = self._overridden(include, self._request.values)
+            tokens = [token(key, value) for key, value in values.items() if key not in LAYOUT_KEYS]
+            yield Draft(values, tokens, forced=True)
+
+    def _overridden(self, point: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+        """A point's or an include's values, those that the command line replaces replaced."""
+        return {key: asked[key] if key in asked and not self._picks(key, asked[key]) else point[key] for key in point}
+
+    def _picks(self, key: str, value: Any) -> bool:
+        """Whether ``key=value`` picks cells. Else it is a value like any, which all cells take."""
+        if key in GROUPS or key in LAYOUT_KEYS or key in self._suite.axes:
+            return True
+        said = [*self._points.values(), *self._include_values]
+        return any(key in values and _agree(key, values[key], value) for values in said)
 
     def _layouts(self, values: dict[str, Any], settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
         suite = self._suite
         if not suite.layouts and not suite.factorise:
             yield {}
             return
-        asked = self._request.values.get("world_size", values.get("world_size"))
+        asked = values.get("world_size") or self._request.values.get("world_size")
         world = asked or settings.get("world_size") or self._device_count(values, settings)
         if suite.layouts and world not in suite.layouts:
             sizes = ", ".join(str(size) for size in sorted(suite.layouts))
@@ -185,12 +198,10 @@ class PointMaker:
         return script_name(config, bool(asked & {"parallelism", *DEGREES}))
 
     def _contradiction(self, draft: Draft, config: Config) -> str | None:
+        asked = {**draft.swept, **self._request.values, **self._request.groups}
         for key, value in draft.values.items():
-            asked = self._request.values.get(key, draft.swept.get(key, value))
-            if key in self._request.groups:
-                asked = self._request.groups[key]
-            if asked != value and asked != -1:
-                return f"the command line asks for {key}={asked}"
+            if key in asked and asked[key] != -1 and not _agree(key, value, asked[key]):
+                return f"the command line asks for {key}={asked[key]}"
         if "parallelism" in self._request.groups and DEGREES[0] in draft.values:
             name = self._request.groups["parallelism"]
             wanted = self._composer.config({"parallelism": name}).parallelism
@@ -220,6 +231,11 @@ def _is(config: Config, key: str, value: Any) -> bool:
     if key in GROUPS:
         return bool(get_value(config, f"{key}.name") == value)
     return bool(get_value(config, key) == typed(key, value))
+
+
+def _agree(key: str, value: Any, asked: Any) -> bool:
+    """Whether a suite's value is the one asked for; of a computed one nobody knows."""
+    return bool((value if key in GROUPS or is_computed(value) else typed(key, value)) == asked)
 
 
 def _rules(rules: list[Any], where: str) -> tuple[list[Expression], list[dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""A folder of a user's own files, and a machine without GPUs whatever it has."""
+"""A folder of a user's own files, the matrix of a suite in it, and a machine without GPUs whatever it has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from ndbench.matrix.expand import Matrix, expand
+
 Write = Callable[[str, str], Path]
+
+
+def matrix_of(user: Write, tmp_path: Path, text: str, *overrides: str, sweep: bool = False) -> Matrix:
+    user("suites/x.yaml", text)
+    return expand(["suite=x", "hardware=cpu", *overrides], tmp_path, sweep=sweep)
+
+
+def names(matrix: Matrix) -> list[str]:
+    return [cell.name for cell in matrix.cells]
 
 
 @pytest.fixture(autouse=True)

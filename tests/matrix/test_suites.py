@@ -7,21 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ndbench.matrix.expand import Matrix, expand
+from ndbench.matrix.expand import expand
 from ndbench.matrix.names import cell_name, token
 from ndbench.results.store import check_name
-from tests.matrix.conftest import Write
+from tests.matrix.conftest import Write, matrix_of, names
 
 EIGHT = "layouts: {8: [ddp8, fsdp8, hsdp2x4, hsdp4x2, fsdp4_tp2, fsdp2_tp4, ddp4_tp2, hsdp2x2_tp2]}\n"
-
-
-def matrix_of(user: Write, tmp_path: Path, text: str, *overrides: str, sweep: bool = False) -> Matrix:
-    user("suites/x.yaml", text)
-    return expand(["suite=x", "hardware=cpu", *overrides], tmp_path, sweep=sweep)
-
-
-def names(matrix: Matrix) -> list[str]:
-    return [cell.name for cell in matrix.cells]
 
 
 def test_axes_multiply_and_only_what_varies_is_in_a_name(user: Write, tmp_path: Path) -> None:
@@ -256,29 +247,3 @@ def test_six_hundred_cells_expand_in_under_three_seconds(user: Write, tmp_path: 
     matrix = expand(["suite=big", "hardware=cpu"], tmp_path)
     assert len(matrix.cells) == 640
     assert time.process_time() - began < 3.0
-
-
-POINTS = "points:\n  long: {training.steps: 16}\n  plain: {}\nlayouts: {8: [fsdp8]}\n"
-
-
-def test_a_sweep_wins_over_what_a_point_says(user: Write, tmp_path: Path) -> None:
-    """Before, the cell had the point's steps under the sweep's name."""
-    user("suites/x.yaml", POINTS)
-    matrix = expand(["suite=x", "training.steps=8,16"], tmp_path, sweep=True, here=False)
-    steps = {cell.name: cell.config.training.steps for cell in matrix.cells}
-    assert steps == {"fsdp8-plain-steps8": 8, "fsdp8-long-steps16": 16, "fsdp8-plain-steps16": 16}
-    assert matrix.excluded == [("fsdp8-long-steps8", "the command line asks for training.steps=8")]
-
-
-def test_a_point_cannot_set_what_an_axis_varies(user: Write, tmp_path: Path) -> None:
-    user("suites/x.yaml", POINTS + "axes: {training.steps: [8, 12]}\n")
-    with pytest.raises(ValueError, match=r"x\.yaml: point long sets training\.steps, over which axes go already"):
-        expand(["suite=x"], tmp_path, here=False)
-
-
-def test_a_computed_value_cannot_read_another(user: Write, tmp_path: Path) -> None:
-    """It would see that one's default or its value, by the order of the file."""
-    computed = '{training.steps: "= training.global_batch_size", training.global_batch_size: "= 8 * tp"}'
-    user("suites/x.yaml", f"settings: {{all: {computed}}}\nlayouts: {{8: [fsdp8]}}\n")
-    with pytest.raises(ValueError, match=r"training\.steps: '.*' reads training\.global_batch_size, which is computed"):
-        expand(["suite=x"], tmp_path, here=False)
