@@ -117,7 +117,7 @@ def _sort(points: list[Point], request: Request, suite: SuiteConfig, warnings: l
     config = points[0].cell.config
     matrix = Matrix(suite.name, config, request.overrides, description=suite.description, warnings=list(warnings))
     matrix.excluded = [(point.cell.name, point.excluded) for point in points if point.excluded is not None]
-    selected = _selected(candidates, config, suite.name)
+    selected = _selected(candidates, matrix.excluded, config, suite.name)
     for point in candidates:
         if id(point) not in selected:
             matrix.unselected.append(point.cell)
@@ -131,8 +131,8 @@ def _sort(points: list[Point], request: Request, suite: SuiteConfig, warnings: l
     return matrix
 
 
-def _selected(points: list[Point], config: Config, suite: str) -> set[int]:
-    """The points that ``cells=`` names. Raises ``ValueError`` for a pattern that finds none."""
+def _selected(points: list[Point], excluded: list[tuple[str, str]], config: Config, suite: str) -> set[int]:
+    """The points that ``cells=`` names. Raises ``ValueError`` for a pattern that finds none, or only excluded ones."""
     if config.cells is None:
         return {id(point) for point in points}
     found: set[int] = set()
@@ -140,12 +140,22 @@ def _selected(points: list[Point], config: Config, suite: str) -> set[int]:
     for pattern in patterns:
         matches = {id(point) for point in points if fnmatch.fnmatchcase(point.cell.name, pattern)}
         if not matches:
+            if left := _reasons([pair for pair in excluded if fnmatch.fnmatchcase(pair[0], pattern)]):
+                raise ValueError(f"cells={pattern} selects cells that are left out: {left}")
             names = ", ".join(point.cell.name for point in points)
             raise ValueError(f"cells={pattern} selects no cell of suite {suite}; its cells: {names}")
         found |= matches
     if not found:
         raise ValueError(f"cells='{config.cells}' is empty: it selects no cell of suite {suite}")
     return found
+
+
+def _reasons(excluded: list[tuple[str, str]]) -> str:
+    """``ddp2, fsdp2 (dp > 1); tp2 (tp > 1)``"""
+    names: dict[str, list[str]] = {}
+    for name, reason in dict.fromkeys(excluded):
+        names.setdefault(reason, []).append(name)
+    return "; ".join(f"{', '.join(same)} ({reason})" for reason, same in names.items())
 
 
 def _shard(cells: list[Cell], shard: str | None) -> tuple[list[Cell], list[Cell]]:

@@ -7,18 +7,14 @@ from pathlib import Path
 import pytest
 
 from ndbench.config import Cell
-from ndbench.matrix.expand import Matrix, expand
-from tests.matrix.conftest import Write
+from ndbench.matrix.expand import expand
+from tests.matrix.conftest import Write, names
 
 
 def single(*overrides: str) -> Cell:
     matrix = expand([*overrides], here=False)
     assert len(matrix.cells) == 1
     return matrix.cells[0]
-
-
-def names(matrix: Matrix) -> list[str]:
-    return [cell.name for cell in matrix.cells]
 
 
 @pytest.mark.parametrize(
@@ -179,30 +175,6 @@ def test_a_layout_of_the_command_line_picks_that_layout() -> None:
 def test_a_degree_that_no_layout_has_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no cell of suite hsdp_tp fits: .*tp_size=3; its cells: ddp8, fsdp8"):
         expand(["suite=hsdp_tp", "hardware=cpu", "parallelism.tp_size=3"])
-
-
-def test_patterns_select_cells_and_the_rest_is_unselected() -> None:
-    matrix = expand(["suite=hsdp_tp", "hardware=cpu", "cells=hsdp*,ddp8"])
-    assert names(matrix) == ["ddp8", "hsdp2x4", "hsdp4x2", "hsdp2x2_tp2"]
-    assert [cell.name for cell in matrix.unselected] == ["fsdp8", "fsdp4_tp2", "fsdp2_tp4", "ddp4_tp2"]
-
-
-@pytest.mark.parametrize("pattern", ["nothing*", "hsdp*,typo", ",", " "])
-def test_a_pattern_that_finds_nothing_is_refused_with_the_names_there_are(pattern: str) -> None:
-    with pytest.raises(ValueError, match="no cell of suite hsdp_tp"):
-        expand(["suite=hsdp_tp", "hardware=cpu", f"cells={pattern}"])
-
-
-def test_shards_hold_every_cell_once() -> None:
-    whole = names(expand(["suite=hsdp_tp", "hardware=cpu"]))
-    parts = [expand(["suite=hsdp_tp", "hardware=cpu", f"shard={k}/3"]) for k in (1, 2, 3)]
-    assert sorted(name for part in parts for name in names(part)) == sorted(whole)
-    assert all(len(part.cells) + len(part.unselected) == len(whole) for part in parts)
-
-
-def test_a_shard_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="holds no cell"):
-        expand(["suite=smoke", "hardware=cpu", "shard=3/3"])
 
 
 def test_a_sweep_is_one_matrix_with_readable_names() -> None:
