@@ -114,6 +114,8 @@ def check_suite(suite: SuiteConfig, sources: Sources) -> None:
             raise ValueError(f"settings.{section} is not one of {', '.join(DEVICES)}{close_to(section, DEVICES)}")
     for device in DEVICES:
         for key, value in suite.settings_for(device).items():
+            if key.split(".")[0] == "hardware":
+                raise ValueError(f"settings: {key} is no setting: hardware is found, or named on the command line")
             _check(key, value if isinstance(value, list) and key in GROUPS else [value], sources)
     for key, values in suite.axes.items():
         if not isinstance(values, list) or not values:
@@ -151,7 +153,9 @@ def _check(key: str, values: list[Any], sources: Sources) -> None:
     if key not in GROUPS:
         type_of(key)
     for value in values:
-        if key not in GROUPS and is_computed(value):
+        if is_computed(value):
+            if key in GROUPS:
+                raise ValueError(f"{key}: '{value}' is computed, which names no file: only keys can be, a group cannot")
             parse_expression(value[1:], key)
             continue
         if key not in GROUPS:
