@@ -1,8 +1,14 @@
-"""Layout names to degrees: the inverse of ``ParallelismConfig.layout``."""
+"""Layout names to degrees: the inverse of ``ParallelismConfig.layout``; and the keys that make a layout."""
 
 from __future__ import annotations
 
 import re
+
+from ndbench.parallel.config import AXES
+
+DEGREES = tuple(f"parallelism.{axis}_size" for axis in AXES)
+LAYOUT_KEYS = ("world_size", "parallelism", *DEGREES)
+"""Keys that the layout's own name already says."""
 
 _LAYOUT = re.compile(
     r"(?:(?P<kind>ddp|fsdp)(?P<size>\d+)|hsdp(?P<replicate>\d+)x(?P<shard>\d+))?"

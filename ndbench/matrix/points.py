@@ -14,18 +14,16 @@ from typing import Any
 
 from ndbench.config import Cell, Config
 from ndbench.matrix.compose import Composer
+from ndbench.matrix.computed import compute
 from ndbench.matrix.expressions import Expression, parse_expression
 from ndbench.matrix.keys import get_value, set_value, typed
+from ndbench.matrix.layouts import DEGREES, LAYOUT_KEYS
 from ndbench.matrix.names import cell_name, layout_name, script_name, token
 from ndbench.matrix.overrides import Request, choose
 from ndbench.matrix.resolve import fill, fill_world, refusals, shortages
 from ndbench.matrix.sources import GROUPS, Sources
 from ndbench.matrix.suite import SuiteConfig, flatten, is_computed
-from ndbench.parallel.config import AXES, ParallelismConfig
-
-DEGREES = tuple(f"parallelism.{axis}_size" for axis in AXES)
-LAYOUT_KEYS = ("world_size", "parallelism", *DEGREES)
-"""Keys that the layout's own name already says."""
+from ndbench.parallel.config import ParallelismConfig
 
 
 @dataclass
@@ -126,6 +124,10 @@ class PointMaker:
             return
         asked = values.get("world_size") or self._request.values.get("world_size")
         world = asked or settings.get("world_size") or self._device_count(values, settings)
+        if is_computed(world):
+            raise ValueError(
+                f"{self._where}: world_size: '{world}' is computed, but chooses the layouts: give a number"
+            )
         if suite.layouts and world not in suite.layouts:
             sizes = ", ".join(str(size) for size in sorted(suite.layouts))
             smaller = [size for size in suite.layouts if size <= world]
@@ -163,12 +165,7 @@ class PointMaker:
             if key not in computed:
                 set_value(config, key, typed(key, value))
         if computed:
-            fill_world(config)
-        for key, value in computed.items():
-            expression = parse_expression(value[1:], f"{self._where}: {key}")
-            if both := sorted(expression.keys & computed.keys()):
-                raise ValueError(f"{self._where}: {key}: '{value}' reads {', '.join(both)}, which is computed, too")
-            set_value(config, key, typed(key, expression.value(config)))
+            compute(config, computed, self._where)
         return config
 
     def _point(self, draft: Draft, settings: dict[str, Any]) -> Point:

@@ -72,6 +72,38 @@ def test_a_point_cannot_set_what_an_axis_varies(user: Write, tmp_path: Path) -> 
         expand(["suite=x"], tmp_path, here=False)
 
 
+BATCH = "settings: {all: {training.global_batch_size: '= 2 * dp_replicate * dp_shard'}}\n"
+
+
+def test_a_computed_value_sees_the_degrees_that_a_group_leaves_open(user: Write, tmp_path: Path) -> None:
+    """Before, the batch was -2, or -4 with tp: an error."""
+    text = BATCH + "axes: {parallelism: [fsdp, fsdp_tp, hsdp]}\nexclude: [\"layout == 'fsdp8'\"]\n"
+    cells = matrix_of(user, tmp_path, text).cells
+    batches = {cell.name: cell.config.training.global_batch_size for cell in cells}
+    assert batches == {"fsdp4_tp2": 8, "hsdp2x4": 16}
+
+
+def test_degrees_that_stand_for_no_layout_refuse_their_cell_alone(user: Write, tmp_path: Path) -> None:
+    matrix = matrix_of(user, tmp_path, BATCH + "axes: {parallelism.dp_shard_size: [-1], parallelism.tp_size: [2, 3]}\n")
+    assert names(matrix) == ["fsdp4_tp2"]
+    assert "world_size 8 is not a multiple" in matrix.skipped[0][1]
+
+
+def test_a_computed_degree_comes_before_the_others(user: Write, tmp_path: Path) -> None:
+    text = "settings: {all: {parallelism: fsdp, training.steps: '= 2 + dp_shard', parallelism.tp_size: '= %s'}}\n"
+    [cell] = matrix_of(user, tmp_path, text % "world_size // 4").cells
+    assert (cell.name, cell.config.training.steps) == ("fsdp4_tp2", 6)
+    with pytest.raises(
+        ValueError, match=r"x\.yaml: parallelism\.tp_size: .* reads parallelism\.dp_shard_size, which is"
+    ):
+        matrix_of(user, tmp_path, text % "dp_shard")
+
+
+def test_a_world_size_that_chooses_layouts_is_not_computed(user: Write, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"x\.yaml: world_size: '= 2 \* 4' is computed, but chooses the layouts"):
+        matrix_of(user, tmp_path, LAYOUT + "settings: {all: {world_size: '= 2 * 4'}}\n")
+
+
 def test_a_computed_value_cannot_read_another(user: Write, tmp_path: Path) -> None:
     """It would see that one's default or its value, by the order of the file."""
     computed = '{training.steps: "= training.global_batch_size", training.global_batch_size: "= 8 * tp"}'
