@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,9 @@ from ndbench.matrix.resolve import fill, fill_world, refusals, shortages
 from ndbench.matrix.sources import GROUPS, Sources
 from ndbench.matrix.suite import SuiteConfig, flatten, is_computed
 from ndbench.parallel.config import ParallelismConfig
+
+MOST_CELLS = 10_000
+"""Cells of a suite before rules: more are a slip, and no machine would ever be done with them."""
 
 
 @dataclass
@@ -66,6 +70,10 @@ class PointMaker:
         self._exclude, self._exclude_values = _rules(suite.exclude, self._where)
         self._include, self._include_values = _rules(suite.include, self._where)
         self._points = {str(name): flatten(point) for name, point in (suite.points or {"": {}}).items()}
+        self._axes = {**suite.axes, **request.sweeps}
+        fixed = {**request.groups, **request.values}
+        self._choices = {key: [fixed[key]] if key in fixed else values for key, values in self._axes.items()}
+        self._refuse_more(math.prod([len(self._points), *(len(values) for values in self._choices.values())]))
         named = bool(suite.layouts or suite.factorise)
         swept = sorted({"parallelism", *DEGREES} & set(request.sweeps))
         if named and swept:
@@ -86,15 +94,21 @@ class PointMaker:
         return [f"{note}; {left}" if left else note for note in notes]
 
     def points(self, settings: dict[str, Any]) -> list[Point]:
-        return [self._point(draft, settings) for draft in self._drafts(settings)]
+        drafts = list(itertools.islice(self._drafts(settings), MOST_CELLS + 1))
+        self._refuse_more(len(drafts))
+        return [self._point(draft, settings) for draft in drafts]
+
+    def _refuse_more(self, count: int) -> None:
+        if count > MOST_CELLS:
+            factors = [f"{len(values)} of {key}" for key, values in self._choices.items() if len(values) > 1]
+            factors += [f"{len(self._points)} points"] if len(self._points) > 1 else []
+            factors += ["the layouts"] if self._suite.layouts or self._suite.factorise else []
+            raise ValueError(f"suite {self._suite.name} has more than {MOST_CELLS} cells: {' x '.join(factors)}")
 
     def _drafts(self, settings: dict[str, Any]) -> Iterator[Draft]:
-        axes = {**self._suite.axes, **self._request.sweeps}
-        fixed = {**self._request.groups, **self._request.values}
-        varying = [key for key, values in axes.items() if len(values) > 1 and key not in LAYOUT_KEYS]
-        choices = [[fixed[key]] if key in fixed else values for key, values in axes.items()]
-        for combination in itertools.product(*choices):
-            values = dict(zip(axes, combination, strict=True))
+        varying = [key for key, values in self._axes.items() if len(values) > 1 and key not in LAYOUT_KEYS]
+        for combination in itertools.product(*self._choices.values()):
+            values = dict(zip(self._axes, combination, strict=True))
             tokens = [token(key, values[key]) for key in varying]
             swept = {key: values[key] for key in self._request.sweeps}
             for name, point in self._points.items():

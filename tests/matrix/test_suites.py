@@ -9,6 +9,7 @@ import pytest
 
 from ndbench.matrix.expand import expand
 from ndbench.matrix.names import cell_name, token
+from ndbench.matrix.points import PointMaker
 from ndbench.results.store import check_name
 from tests.matrix.conftest import Write, matrix_of, names
 
@@ -237,6 +238,43 @@ def test_a_long_name_is_cut_and_stays_unique() -> None:
     names = {cell_name("fsdp8", [part]) for part in long}
     assert len(names) == 2
     assert all(len(name) <= 100 for name in names)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        (
+            "axes:\n  training.seed: [MANY]\n  data.seed: [MANY]\n",
+            [],
+            "suite x has more than 10000 cells: 1000 of training.seed x 1000 of data.seed",
+        ),
+        (
+            "axes:\n  training.seed: [MANY]\npoints: {a: {}, b: {}}\n" + EIGHT,
+            [],
+            "suite x has more than 10000 cells: 1000 of training.seed x 2 points x the layouts",
+        ),
+        (
+            EIGHT,
+            ["training.seed=range(20000)"],
+            "suite x has more than 10000 cells: 20000 of training.seed x the layouts",
+        ),
+    ],
+)
+def test_too_many_cells_are_refused_before_one_is_made(
+    user: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: list[str], said: str
+) -> None:
+    def made(*_: object) -> None:
+        raise AssertionError("a cell is made")
+
+    monkeypatch.setattr(PointMaker, "_point", made)
+    with pytest.raises(ValueError) as refused:
+        matrix_of(user, tmp_path, text.replace("[MANY]", str([*range(1000)])), *words, sweep=True)
+    assert str(refused.value) == said
+
+
+def test_an_axis_that_the_command_line_fixes_is_one_value_of_many(user: Write, tmp_path: Path) -> None:
+    text = f"axes: {{training.seed: {[*range(200)]}, data.seed: {[*range(200)]}}}\n"
+    assert len(matrix_of(user, tmp_path, text, "training.seed=7", "data.seed=8").cells) == 1
 
 
 def test_six_hundred_cells_expand_in_under_three_seconds(user: Write, tmp_path: Path) -> None:
