@@ -101,12 +101,12 @@ def _torchao() -> Any:
     return torchao.float8
 
 
-def compile_options() -> dict[str, Any] | None:
-    """What Inductor is told for blocks in FP8; null where it has nothing of the kind.
+def compile_options() -> dict[str, Any]:
+    """What Inductor is told for blocks in FP8; nothing where it has nothing of the kind.
 
     It would join the backward of a norm, a sum over rows and one over columns, with the casts of the result in both
     layouts: on an H200 that one kernel took 1.9 ms of an 8B block's 20.
     """
     from torch._inductor import config
 
-    return {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else None
+    return {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else {}

@@ -26,6 +26,7 @@ from ndbench.parallel.embedding import can_exchange_rows, exchange_rows
 from ndbench.parallel.float8 import Float8, apply_float8, compile_options
 from ndbench.parallel.held import Held, HeldAsComputed
 from ndbench.parallel.initialize import Weights, fill, materialize
+from ndbench.parallel.joined import JoinProducts
 from ndbench.parallel.mesh import Mesh
 from ndbench.parallel.plan import TensorPlan
 from ndbench.parallel.precision import ComputeCopies
@@ -107,7 +108,9 @@ def parallelize(
 
     # 3. Recomputation encloses TP's and CP's communication, and is what gets compiled. Only where the ring breaks the
     #    graph compiled parts are what is computed again: PyTorch compiles nothing of a checkpoint with a break in it.
-    options = compile_options() if technique.float8 is not None and device.type == "cuda" else None
+    options: dict[str, Any] = {"post_grad_custom_pre_pass": JoinProducts()}
+    if technique.float8 is not None and device.type == "cuda":
+        options |= compile_options()
     inside = [block for block in blocks if compiles_inside(block, technique.activation_checkpointing)]
     if technique.compile:
         if mesh.tp.size() > 1 and device.type == "cpu":
@@ -159,7 +162,7 @@ def parallelize(
     return Parallel(model, held, partial, copies=copies)
 
 
-def _compile(modules: Iterable[nn.Module], options: dict[str, Any] | None) -> None:
+def _compile(modules: Iterable[nn.Module], options: dict[str, Any]) -> None:
     for module in modules:
         # Its forward, not the module: hooks that come later, FSDP's, stay out of the compiled graph.
         module.forward = torch.compile(module.forward, options=options)  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ waits for another. It knows nothing of gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,14 @@ SLOTS = 2
 class Slot:
     """Memory for one unit at a time, by parameter."""
 
-    def __init__(self, sizes: Iterable[int], dtype: torch.dtype, device: torch.device) -> None:
-        self.tensors = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        plan = Offsets()
+        starts = [plan.add(size, dtype) for size in sizes]
+        memory = torch.empty(plan.size, dtype=torch.uint8, device=device).untyped_storage()
+        self.tensors = [
+            torch.empty(0, dtype=dtype, device=device).set_(memory[start:], 0, (size,))  # type: ignore[call-overload]
+            for start, size in zip(starts, sizes, strict=True)
+        ]
         self.units = 0
         self.forget()
 
@@ -48,18 +54,23 @@ class Published:
         self.fetched = False
         """A unit with memory of its own is fetched once a step."""
         self._starts: list[int] = []
+        self._end = 0
 
     def plan(self, plan: Offsets, world: int) -> None:
         """Ask for the memory that others see: of all shards where it is the unit's own, else of this rank's."""
         ranks = world if self.slot is None else 1
         self._starts = [plan.add(ranks * each.padded, self.dtype) for each in self.unit.parameters]
+        self._end = plan.size
 
     def place(self, memory: PeerMemory) -> list[torch.nn.Parameter]:
         """Take the memory; returns the whole parameters, on which backward leaves gradients."""
         leaves = []
         for index, (each, start) in enumerate(zip(self.unit.parameters, self._starts, strict=True)):
             if self.slot is None:
-                whole = memory.of(memory.rank, start, memory.world * each.padded, self.dtype)
+                # Each in a storage of its own, as FSDP needs it, that reaches to the end of the unit: parameters that
+                # follow each other without a gap can be used as one (``joined.py``).
+                rest = memory.of(memory.rank, start, (self._end - start) // self.dtype.itemsize, self.dtype)
+                whole = rest[: memory.world * each.padded]
             else:
                 whole = self.slot.tensors[index]
             for step in range(memory.world):

@@ -15,12 +15,13 @@ from torch import nn
 
 from ndbench.parallel._torch_private import local_tensor, placed_like
 from ndbench.parallel.copies import Copies
+from ndbench.parallel.peer_memory import Offsets
 
 
 class ComputeCopies(Copies):
     """Copies of ``model``'s parameters in ``dtype``. The model shows them while :meth:`active`, else the originals.
 
-    Ties stay ties.
+    Ties stay ties. The copies lie one after another: what ``joined.py`` can multiply by at once.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -28,11 +29,13 @@ class ComputeCopies(Copies):
         """Each parameter that is trained, with its copy: what backward leaves the gradient on."""
         self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         self._active = False
-        made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        originals = list(model.parameters())
+        plan = Offsets()
+        starts = [plan.add(local_tensor(original).numel(), dtype) // dtype.itemsize for original in originals]
+        memory = torch.empty(-(-plan.size // dtype.itemsize), dtype=dtype, device=local_tensor(originals[0]).device)
+        made = {id(p): (p, _copy(p, memory[start:])) for p, start in zip(originals, starts, strict=True)}
         for module in model.modules():
             for name, original in module.named_parameters(recurse=False):
-                if id(original) not in made:
-                    made[id(original)] = (original, _copy(original, dtype))
                 self._places.append((module, name, *made[id(original)]))
         self.leaves = [pair for pair in made.values() if pair[1].requires_grad]
         super().__init__((original, local_tensor(copy)) for original, copy in made.values())
@@ -57,6 +60,8 @@ class ComputeCopies(Copies):
                 module._parameters[name] = original
 
 
-def _copy(original: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    values = torch.empty_like(local_tensor(original), dtype=dtype, requires_grad=False)
+def _copy(original: nn.Parameter, memory: torch.Tensor) -> nn.Parameter:
+    local = local_tensor(original)
+    # ``data``: autograd's name for it is the parameter's alone.
+    values = memory[: local.numel()].data.view(local.shape)
     return nn.Parameter(placed_like(original, values), requires_grad=original.requires_grad)

@@ -16,11 +16,16 @@ from ndbench.engines.bundled import BundledEngine
 from ndbench.engines.protocol import Batch
 from ndbench.measure.collectives import CollectiveRecorder, totals
 from ndbench.parallel import copy_engine, peer_memory, peer_scatter
+from ndbench.parallel._torch_private import local_tensor
+from ndbench.parallel.joined import one_after_another
 from ndbench.parallel.mesh import build_mesh
 from ndbench.training import models
 from ndbench.training.models import build_model
 from tests.parity.cases import Case, batch
 from tests.parity.ranks import on_device
+
+BLOCK_MATRICES = 7
+"""q, k, v, o, gate, up, down."""
 
 
 class FileMemory:
@@ -78,9 +83,19 @@ def trained(at: Case, folder: str, memory: str = "FileMemory", change: str = "no
             "parameters": [p.detach().double().sum().item() for p in held],
             "totals": totals(recorder.table()),
             "buffers": FileMemory.made,
+            "siblings": siblings(engine),
         }
         engine.close()
     return found
+
+
+def siblings(engine: BundledEngine) -> set[bool]:
+    """Do queries', keys' and values' weights lie one after another in what computes? Of every block that has all."""
+    engines = engine._copy_engines
+    if engines is None or engines.shards is None:
+        return set()
+    matrices = [[local_tensor(leaf) for leaf in unit if leaf.ndim == 2] for unit in engines.shards.leaves]
+    return {one_after_another(unit[:3]) is not None for unit in matrices if len(unit) == BLOCK_MATRICES}
 
 
 def partly_frozen(*args: Any, **kwargs: Any) -> Any:

@@ -50,6 +50,7 @@ def test_training_is_the_same_to_the_bit(name: str, micro: int | None, tmp_path:
             assert by_copies[what] == by_gloo[what], what
     assert copies[0]["buffers"] == (2 if "shard" in options else 1), "what ranks fetch, and what they send"
     assert plain[0]["buffers"] == 0
+    assert copies[0]["siblings"] == ({True} if "shard" in options else set()), "what can be multiplied by at once"
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "kept", "hsdp2x2"])
