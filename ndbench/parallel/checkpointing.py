@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -40,13 +41,11 @@ _ATTENTION = (
 )
 
 
-def apply_checkpointing(
-    blocks: list[nn.Module], mode: str, compiled: bool = False, pack: Any = None, unpack: Any = None
-) -> None:
+def apply_checkpointing(blocks: list[nn.Module], mode: str, pack: Any = None, unpack: Any = None) -> None:
     """Make every block recompute by ``mode``; raises ``ValueError`` for a mode that is not known.
 
-    ``compiled``: what this makes of a block outside the ring is compiled. With ``pack`` and ``unpack``, those of
-    ``kept.contexts``, they get what attention gave where it is no saved tensor of autograd's, which has hooks for them.
+    ``pack`` and ``unpack`` (of ``kept.contexts``) get what attention gave, where autograd does not save it: that has
+    hooks of its own.
     """
     if mode not in CHECKPOINTING_MODES:
         raise ValueError(f"activation_checkpointing is '{mode}', known are {', '.join(CHECKPOINTING_MODES)}")
@@ -58,8 +57,7 @@ def apply_checkpointing(
         if mode == "attention" and uses_ring(block):
             # Its kernels' outputs are one for each rank that the keys came from: larger than what they are merged into.
             options["context_fn"] = functools.partial(kept.contexts, *through)
-        elif mode == "attention" and through and not compiled:
-            # PyTorch's own cache of operators' outputs has no hooks; a compiled graph saves them as any other tensor.
+        elif mode == "attention" and through:
             options["context_fn"] = functools.partial(_keeping_operators, *through)
         elif mode in _POLICIES:
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _POLICIES[mode])
@@ -99,7 +97,10 @@ class _KeptOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
 
-def _keeping_operators(pack: Any, unpack: Any) -> tuple[_KeptOperators, _KeptOperators]:
+def _keeping_operators(pack: Any, unpack: Any) -> tuple[Any, Any]:
+    """PyTorch's own cache of what operators gave has no hooks, but a graph that is traced saves it in autograd."""
+    if get_proxy_mode() is not None:
+        return create_selective_checkpoint_contexts(_attention)  # type: ignore[no-any-return, no-untyped-call]
     forward, again = kept.contexts(pack, unpack)
     return _KeptOperators(forward), _KeptOperators(again)
 

@@ -46,9 +46,7 @@ _active: ContextVar[_Side | None] = ContextVar("ndbench_kept", default=None)
 """Of this thread: on GPUs backward recomputes in a thread of its own."""
 
 
-def contexts(
-    pack: Callable[[torch.Tensor], Any] = _same, unpack: Callable[[Any], Any] = _same
-) -> tuple[_Side, _Side]:
+def contexts(pack: Callable[[torch.Tensor], Any] = _same, unpack: Callable[[Any], Any] = _same) -> tuple[_Side, _Side]:
     """Contexts of one block's forward and of its recomputation, which gets what the first kept, in order and once.
 
     In between there is what ``pack`` makes of each tensor, and ``unpack`` makes it a tensor again.

@@ -1,9 +1,9 @@
-"""What blocks keep for backward waits in host memory: it leaves behind forward, and comes back a block ahead of backward.
+"""What blocks keep for backward waits in host memory: it leaves behind forward, and is back a block before backward.
 
-For blocks that compute themselves again, whose input is all that autograd saves. Copies go through a lane of their own
-(``peer_memory.py``) in the order in which they are asked for, and the host waits for none: the computing stream does,
-when a block later the copy has long ended, and only then is its memory given up. It knows nothing of models, nor of
-what is recomputed.
+For blocks that compute themselves again, so that autograd saves little more than their input. Copies go through a lane
+of their own (``peer_memory.py``) in the order in which they are asked for, and the host waits for none: the computing
+stream does, a block later, when they have long ended, and only then is their memory given up. It knows nothing of
+models, nor of what is recomputed.
 """
 
 from __future__ import annotations
@@ -129,7 +129,11 @@ class Offload:
 
     def _is_worth_it(self, tensor: torch.Tensor, shared: set[int]) -> bool:
         """Large enough, of this block alone, and all of its memory: a part of something gives nothing back."""
-        if type(tensor) is not torch.Tensor or tensor.device != self._device or not tensor.is_floating_point():
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.device.type != self._device.type
+            or not tensor.is_floating_point()
+        ):
             return False
         storage = tensor.untyped_storage()
         whole = tensor.nbytes == storage.nbytes() >= self._least

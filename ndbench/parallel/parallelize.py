@@ -122,7 +122,7 @@ def parallelize(
         _compile(inside, options)
     offload = Offload(len(blocks), device) if technique.activation_offload else None
     ways = (None, None) if offload is None else (offload.pack, offload.unpack)
-    apply_checkpointing(blocks, technique.activation_checkpointing, technique.compile, *ways)
+    apply_checkpointing(blocks, technique.activation_checkpointing, *ways)
     if technique.compile:
         _compile([*(block for block in blocks if block not in inside), *_norms_outside(model, blocks)], options)
     if offload is not None:

@@ -1,70 +1,84 @@
-"""What ranks run for the tests of offloaded activations: steps of the engine, and what left for the host in them."""
+"""What ranks run for the tests of offloaded activations: a case with them and without, and what was moved."""
 
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from ndbench.engines.bundled import BundledEngine
-from ndbench.parallel import offload
-from ndbench.parallel.mesh import build_mesh
+from ndbench.parallel.offload import Offload
 from tests.parity import ranks
-from tests.parity.cases import Case, batch
+from tests.parity.cases import Case
 
 
 @contextmanager
 def watched() -> Iterator[dict[str, Any]]:
-    """What each :class:`offload.Offload` made inside sends to the host and brings back, and in how much memory."""
-    seen: dict[str, Any] = {"sent": [], "made": [], "ahead": 0, "behind": 0}
-    send, bring, init = offload.Offload._send, offload.Offload._bring, offload.Offload.__init__
-
-    def sending(self: Any, packed: Any) -> None:
-        seen["sent"].append((tuple(packed.shape), packed.tensor.dtype, weakref.ref(packed.tensor.untyped_storage())))
-        send(self, packed)
-
-    def bringing(self: Any, away: list[Any]) -> None:
-        begun = sum(each.passage.begun for each in away)
-        seen["behind"] += begun
-        seen["ahead"] += len(away) - begun
-        bring(self, away)
+    """What offloads made inside send to the host and bring back, and how much of both is on the device at a time."""
+    seen: dict[str, Any] = {"made": [], "sent": Counter(), "ahead": 0, "late": 0, "left": 0, "there": 0}
+    gone: list[weakref.ref[Any]] = []
+    back: list[weakref.ref[Any]] = []
+    init, send, bring = Offload.__init__, Offload._send, Offload._bring
 
     def made(self: Any, *args: Any) -> None:
         init(self, *args)
         seen["made"].append(self)
 
+    def sending(self: Any, packed: Any) -> None:
+        seen["sent"][f"{list(packed.shape)}"] += 1
+        gone.append(weakref.ref(packed.tensor.untyped_storage()))
+        send(self, packed)
+
+    def bringing(self: Any, away: list[Any]) -> None:
+        late = sum(each.passage.begun for each in away)
+        seen["late"] += late
+        seen["ahead"] += len(away) - late
+        # Forward is over: what was sent must be gone. Of what came back, one block's may still be in use.
+        seen["left"] = max(seen["left"], _alive(gone))
+        seen["there"] = max(seen["there"], _alive(back))
+        bring(self, away)
+        back.extend(weakref.ref(each.tensor.untyped_storage()) for each in away)
+
     with (
-        patch.object(offload.Offload, "_send", sending),
-        patch.object(offload.Offload, "_bring", bringing),
-        patch.object(offload.Offload, "__init__", made),
+        patch.object(Offload, "__init__", made),
+        patch.object(Offload, "_send", sending),
+        patch.object(Offload, "_bring", bringing),
     ):
         yield seen
 
 
-def both(case: Case, backend: str | None = None, plant: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Any:
-    """(whether the case has the same numbers, to the bit, with what is kept on the host, what was sent and brought)."""
+def _alive(storages: list[weakref.ref[Any]]) -> int:
+    storages[:] = [each for each in storages if each() is not None]
+    return len(storages)
+
+
+def both(case: Case, backend: str | None = None, device: str = "cpu") -> dict[str, Any]:
+    """Which numbers of ``case`` are the same to the bit with what is kept on the host, and what was moved for it."""
     torch._dynamo.reset()
-    with patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
-        off = replace(case, training=replace(case.training, activation_offload=True))
-        plain = ranks.train(case)
-        with watched() as seen, plant():
-            moved = ranks.train(off)
+    there = replace(case, training=replace(case.training, activation_offload=True))
+    with patch.object(torch, "compile", functools.partial(torch.compile, backend=backend or "inductor")):
+        plain, again = (ranks.train(case, device=device) for _ in range(2))
+        with watched() as seen:
+            moved = ranks.train(there, device=device)
     torch._dynamo.reset()
-    same = {
-        key: plain[key] == moved[key] if key in ("loss", "norm", "tokens") else _same(plain[key], moved[key])
-        for key in ("loss", "norm", "tokens", "gradients", "weights")
+    (offload,) = seen.pop("made")
+    return seen | {
+        "repeats": _differing(plain, again) == [],
+        "differing": _differing(plain, moved),
+        "moving": len(offload._moving),
+        "hosts": sum(len(each) for each in offload._free.values()),
     }
-    shapes = Counter(f"{list(shape)} {dtype}" for shape, dtype, _ in seen["sent"])
-    return same, dict(shapes), {"ahead": seen["ahead"], "behind": seen["behind"]}
 
 
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name][2], other[name][2]) for name in one)
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    found = [each for each in ("loss", "norm", "tokens") if one[each] != other[each]]
+    for each in ("gradients", "weights"):
+        pairs = ((name, one[each][name][2], other[each][name][2]) for name in one[each])
+        found += [f"{each} {name}" for name, mine, yours in pairs if not torch.equal(mine, yours)]
+    return found
