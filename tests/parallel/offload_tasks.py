@@ -62,7 +62,8 @@ def both(case: Case, backend: str | None = None, device: str = "cpu") -> dict[st
     """Which numbers of ``case`` are the same to the bit with what is kept on the host, and what was moved for it."""
     torch._dynamo.reset()
     there = replace(case, training=replace(case.training, activation_offload=True))
-    with patch.object(torch, "compile", functools.partial(torch.compile, backend=backend or "inductor")):
+    compiler = functools.partial(torch.compile, backend=backend) if backend else torch.compile
+    with patch.object(torch, "compile", compiler):
         plain, again = (ranks.train(case, device=device) for _ in range(2))
         with watched() as seen:
             moved = ranks.train(there, device=device)

@@ -120,7 +120,7 @@ def test_recomputation_and_a_chunked_loss_each_save(found: dict[str, dict[str, i
 def test_what_waits_on_the_host_is_not_on_the_device(axis: str, mode: str, found: dict[str, dict[str, int]]) -> None:
     """Of 12 layers two are there, and beside them at most gradients, which are less than a layer's."""
     there, away = found[f"{axis}_{mode}_device"], found[f"{axis}_{mode}_host"]
-    assert away["held"] == there["held"]
+    assert away["held"] == pytest.approx(there["held"], abs=2**20)
     assert there["peak"] - away["peak"] > 8 * KEPT[mode]
 
 

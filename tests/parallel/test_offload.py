@@ -93,9 +93,9 @@ class Stack:
         made.wrap(self.modules)
         return made
 
-    def forward(self, upto: int | None = None) -> torch.Tensor:
+    def forward(self) -> torch.Tensor:
         x: torch.Tensor = self.embedding(self.x)
-        for block in self.blocks[:upto]:
+        for block in self.blocks:
             x = block(x, self.mask, table=self.table)
         return x.square().sum()
 
@@ -146,15 +146,17 @@ def test_only_what_is_a_blocks_own_leaves(expected: list[torch.Tensor]) -> None:
     ],
 )
 def test_what_leaves_is_float_and_all_of_its_memory(made: Callable[[Any], torch.Tensor], travels: bool) -> None:
-    tensor = made(torch.randn(5, 8))
+    tensor = made(torch.randn(5, 8, requires_grad=True))
     offload = Offload(2, CPU)
     with offload._passing(0, set()):
         packed = offload.pack(tensor)
     assert (packed.host is not None) == travels
+    assert packed.tensor is None or packed.tensor.grad_fn is None, "what it was made of stays, too"
     back = offload.unpack(packed)
     assert torch.equal(back, tensor)
     assert back.stride() == tensor.stride()
     assert (back.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()) == travels
+    assert (packed.tensor is None) == travels, "what came back is its user's alone"
 
 
 def test_small_tensors_stay_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,11 +220,17 @@ def test_a_step_that_fails_leaves_nothing_to_the_next(where: int, again: bool, e
         stack.gradients()
     hook.remove()
     assert offload._now is None
+
+    def nothing_else_moves(*_: Any) -> None:
+        assert all(passage is offload._now for _, _, passage in offload._moving)
+        assert offload._now is None or offload._now.before is None
+
+    hook = stack.blocks[0].one.register_forward_pre_hook(nothing_else_moves)
+    stack.forward()
+    hook.remove()
     for _ in range(2):
         assert equal(stack.gradients(), expected)
         assert len(hosts(offload)) == 3
-    stack.forward(upto=1)
-    assert [passage for _, _, passage in offload._moving] == [offload._last], "copies of a step before"
 
 
 def test_backward_may_run_in_a_thread_of_its_own(expected: list[torch.Tensor]) -> None:
