@@ -109,6 +109,8 @@ class TrainingConfig:
     """Then clamp each element of the global gradient to plus or minus this; null leaves it alone."""
     activation_checkpointing: str = "none"
     """``none``, ``full``, ``selective`` or ``attention``."""
+    activation_offload: bool = False
+    """With ``full`` and ``attention``: what blocks keep waits for backward in pinned host memory."""
     compile: bool = False
     """torch.compile each transformer block."""
     cuda_graphs: bool | None = False
@@ -332,7 +334,7 @@ IDENTITY_GROUPS = ("model", "parallelism", "training", "data", "engine_config", 
 
 ADDED_LATER: dict[str, dict[str, Any]] = {
     "data": {"dataset": None, "subset": None, "split": "train", "column": "text", "documents": "stream"},
-    "training": {"cuda_graphs": False},
+    "training": {"cuda_graphs": False, "activation_offload": False},
     "parallelism": {"kept_blocks": 0, "data_collectives": "nccl"},
 }
 """Fields that came after the first stored baselines: at these values they leave a cell's identity as it was."""

@@ -112,6 +112,7 @@ class BundledEngine:
             Technique(
                 param_dtype=dtype,
                 activation_checkpointing=training.activation_checkpointing,
+                activation_offload=training.activation_offload,
                 compile=training.compile,
                 registry_attention=built.transformers,
                 attention_kernel=kernel,

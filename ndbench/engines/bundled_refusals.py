@@ -18,6 +18,7 @@ from ndbench.parallel.config import (
     FLOAT8_MISSING,
     FLOAT8_MULTIPLE,
     FLOAT8_RECIPES,
+    OFFLOADED_MODES,
     ParallelismConfig,
 )
 from ndbench.parallel.context import refuse_attention
@@ -53,6 +54,11 @@ def refuse_training(training: TrainingConfig, model: ModelConfig) -> list[str]:
     if training.activation_checkpointing not in CHECKPOINTING_MODES:
         known = ", ".join(CHECKPOINTING_MODES)
         reasons.append(f"activation_checkpointing '{training.activation_checkpointing}' is not known; known: {known}")
+    elif training.activation_offload and training.activation_checkpointing not in OFFLOADED_MODES:
+        reasons.append(
+            f"activation_offload needs activation_checkpointing {' or '.join(OFFLOADED_MODES)}, here it is"
+            f" '{training.activation_checkpointing}'"
+        )
     if training.optimizer not in ("adamw", "sgd") and "." not in training.optimizer:
         reasons.append(f"optimizer '{training.optimizer}' is not known: adamw, sgd, or a dotted path")
     if len(training.betas) != 2 or not all(0 <= beta < 1 for beta in training.betas):

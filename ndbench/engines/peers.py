@@ -16,6 +16,8 @@ def peer_refusals(cell: Cell, name: str) -> list[str]:
         reasons.append(f"precision '{training.precision}' is not implemented for {name}; implemented: fp32, bf16")
     if training.activation_checkpointing not in ("none", "full"):
         reasons.append(f"activation_checkpointing '{training.activation_checkpointing}' is not offered by {name}")
+    if training.activation_offload:
+        reasons.append(f"activation_offload is not implemented for {name}")
     if layout.cpu_offload:
         reasons.append(f"cpu_offload is not implemented for {name}")
     if layout.cp_size > 1 and layout.cp_method != "ring":

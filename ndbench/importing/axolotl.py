@@ -14,6 +14,7 @@ from ndbench.importing.axolotl_keys import REMARKS
 from ndbench.importing.axolotl_training import translate_batch, translate_optimizer, translate_schedule, translate_train
 from ndbench.importing.findings import Findings, shown
 from ndbench.importing.fsdp import (
+    ACTIVATION_OFFLOAD,
     CHECKPOINTING,
     OFFLOAD,
     RESHARD,
@@ -202,16 +203,31 @@ def _precision(found: Findings) -> None:
 
 def _recomputation(found: Findings) -> None:
     key = "gradient_checkpointing"
-    if found.values.get(key) in ("offload", "offload_disk", "unsloth"):
-        found.lost(key, "recomputed in full, but what is kept is not offloaded", {CHECKPOINTING: "full"})
+    if found.values.get(key) == "offload":
+        found.translated(key, {CHECKPOINTING: "full", ACTIVATION_OFFLOAD: True})
+    elif found.values.get(key) in ("offload_disk", "unsloth"):
+        why = "recomputed in full, what is kept waits in host memory"
+        found.lost(key, why, {CHECKPOINTING: "full", ACTIVATION_OFFLOAD: True})
     elif (recompute := found.flag(key)) is not None:
         already = found.overrides.get(CHECKPOINTING) == "full"
         found.translated(key, {CHECKPOINTING: "full" if recompute or already else "none"})
-    if found.flag("activation_offloading"):
-        found.lost("activation_offloading", "ndbench offloads parameters and optimizer, not activations")
+    _offloading(found)
     if "torch_compile" in found:
         compiled = found.values["torch_compile"] == "auto" or bool(found.flag("torch_compile"))
         found.translated("torch_compile", {"training.compile": compiled}, "block by block" if compiled else "")
+
+
+def _offloading(found: Findings) -> None:
+    key = "activation_offloading"
+    elsewhere = found.values.get(key) in ("legacy", "disk")
+    if not elsewhere and not found.flag(key):
+        return
+    if found.overrides.get(CHECKPOINTING, "none") == "none":
+        found.lost(key, "ndbench offloads what recomputed blocks keep, and these are not recomputed")
+    elif found.values[key] == "disk":
+        found.lost(key, "to host memory, not to a disk", {ACTIVATION_OFFLOAD: True})
+    else:
+        found.translated(key, {ACTIVATION_OFFLOAD: True}, "the inputs of all blocks")
 
 
 def _loss(found: Findings, degrees: Degrees) -> None:

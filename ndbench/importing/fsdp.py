@@ -17,6 +17,7 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID
 RESHARD = "parallelism.reshard_after_forward"
 OFFLOAD = "parallelism.cpu_offload"
 CHECKPOINTING = "training.activation_checkpointing"
+ACTIVATION_OFFLOAD = "training.activation_offload"
 
 WHOLE_ACTIVATIONS = "it keeps activations whole between the matmuls; ndbench can shard them: leave this out to try"
 

@@ -33,7 +33,14 @@ LEFT_OUT_AT_DEFAULT: dict[str, Any] = {
         f"training.{field.name}": field.default
         for field in dataclasses.fields(TrainingConfig)
         if field.name
-        in ("activation_checkpointing", "compile", "optimizer", "max_grad_norm", "min_learning_rate_ratio")
+        in (
+            "activation_checkpointing",
+            "activation_offload",
+            "compile",
+            "optimizer",
+            "max_grad_norm",
+            "min_learning_rate_ratio",
+        )
     },
 }
 """Keys that no file of ``conf`` sets for these runs: at the schema's default they need not stand on the line."""

@@ -77,6 +77,8 @@ MASTER_BYTES = 4
 """Parameters, gradients and optimizer state are kept in float32."""
 LSE_BYTES = 4
 """Of attention's log-sum-exp, a query and head: float32 whatever computes."""
+LAYERS_THERE = 2
+"""Of those whose activations wait on the host: one that computes, and one on its way."""
 CUDA_CONTEXT_BYTES = 2 * 2**30
 """What the CUDA context, cuBLAS and NCCL take outside of the allocator."""
 
@@ -105,10 +107,11 @@ def memory_parts(cell: Cell) -> dict[str, int] | None:
         activations  b T x (10 H / r + (3 A + 3 K + 4 I) / t) a layer; compiled blocks and selective checkpointing:
                      (2 H / r + (2 A + 2 K + 3 I) / t); full checkpointing: H / r a layer, and one whole layer;
                      attention: A / t more a layer, and 4 T x heads / t of log-sum-exp; 2 K / t more a whole layer for
-                     the keys that came last round a ring
+                     the keys that came last round a ring; with activation_offload two layers instead of all
         logits       T (or a chunk) x vocab / (t under loss parallelism) x (b + 8): logits, their float32 copy, gradient
-        not_at_once  -min(gradients, activations + logits): backward frees these as it makes those; 0 when gradients are
-                     accumulated over micro-batches
+        not_at_once  -min(gradients, activations + logits): backward frees these as it makes those; with
+                     activation_offload logits only, since each layer needs as much as the one before; 0 when gradients
+                     are accumulated over micro-batches
         context      2 GiB on CUDA
 
     Attention is taken to keep no S x S matrix. Within a quarter of the peaks in the tests.
@@ -142,6 +145,7 @@ def memory_parts(cell: Cell) -> dict[str, int] | None:
     loss_split = tp if layout.loss_parallel else 1
     activations = _activations(cell, shape, tokens, width)
     logits = logit_tokens * shape.vocab / loss_split * (width + 8)
+    let_go = logits if _waits_on_host(cell) else activations + logits
     parts = {
         "parameters": MASTER_BYTES * owned,
         "gradients": gradients,
@@ -150,7 +154,7 @@ def memory_parts(cell: Cell) -> dict[str, int] | None:
         "copies": copies,
         "activations": activations,
         "logits": logits,
-        "not_at_once": -min(gradients, activations + logits) if micro == sequences else 0,
+        "not_at_once": -min(gradients, let_go) if micro == sequences else 0,
         "context": 0 if cell.config.hardware.device == "cpu" else CUDA_CONTEXT_BYTES,
     }
     return {name: round(value) for name, value in parts.items()}
@@ -162,6 +166,11 @@ def _sequences(cell: Cell) -> int:
     return max(1, cell.config.training.global_batch_size // batch_ranks)
 
 
+def _waits_on_host(cell: Cell) -> bool:
+    """What blocks keep is not on the device; on a CPU host and device are one."""
+    return cell.config.training.activation_offload and cell.config.hardware.device != "cpu"
+
+
 def _activations(cell: Cell, shape: Shape, tokens: float, width: int) -> float:
     layout, training = cell.parallelism, cell.config.training
     tp, residual_split = layout.tp_size, layout.tp_size if layout.sequence_parallel else 1
@@ -171,10 +180,11 @@ def _activations(cell: Cell, shape: Shape, tokens: float, width: int) -> float:
     ring = 2 * kv / tp if layout.cp_size > 1 and layout.cp_method == "ring" else 0.0
     whole = (fused if training.compile else eager) + ring
     attended = (q + shape.heads * LSE_BYTES / width) / tp
+    there = min(LAYERS_THERE, shape.layers) if _waits_on_host(cell) else shape.layers
     kept = {
         "none": shape.layers * whole,
         "selective": shape.layers * fused + whole,
-        "attention": shape.layers * (shape.hidden / residual_split + attended) + whole,
-        "full": shape.layers * shape.hidden / residual_split + whole,
+        "attention": there * (shape.hidden / residual_split + attended) + whole,
+        "full": there * shape.hidden / residual_split + whole,
     }[training.activation_checkpointing]
     return width * tokens * kept

@@ -21,6 +21,8 @@ DATA_COLLECTIVES = ("nccl", "copy_engine")
 CHECKPOINTING_MODES = ("none", "full", "selective", "attention")
 """Activation checkpointing: keep everything, a block's input only, or that and what is dear to compute again, or that
 and what attention gave."""
+OFFLOADED_MODES = ("full", "attention")
+"""Those under which what is kept may wait in host memory: few tensors, of one size in all blocks."""
 
 ATTENTION_KERNELS = ("cudnn", "flash")
 """CUDA kernels that attention can be asked to use."""

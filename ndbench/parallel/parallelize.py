@@ -28,6 +28,7 @@ from ndbench.parallel.held import Held, HeldAsComputed
 from ndbench.parallel.initialize import Weights, fill, materialize
 from ndbench.parallel.joined import JoinProducts
 from ndbench.parallel.mesh import Mesh
+from ndbench.parallel.offload import Offload
 from ndbench.parallel.plan import TensorPlan
 from ndbench.parallel.precision import ComputeCopies
 from ndbench.parallel.replicate import HeldInBuckets
@@ -41,6 +42,8 @@ class Technique:
     param_dtype: torch.dtype | None = None
     """What forward and backward compute in; None: the parameters' own float32."""
     activation_checkpointing: str = "none"
+    activation_offload: bool = False
+    """What recomputed blocks keep waits for backward in host memory."""
     compile: bool = False
     registry_attention: bool = True
     """Attention goes through transformers' registry (not so in a model of the user's own)."""
@@ -120,9 +123,14 @@ def parallelize(
             # Attention between two graphs leaves gradients as it was given queries, keys and values: by rows.
             expect_gradients_strided_like_outputs()
         _compile(inside, options)
-    apply_checkpointing(blocks, technique.activation_checkpointing)
+    offload = Offload(len(blocks), device) if technique.activation_offload else None
+    ways = (None, None) if offload is None else (offload.pack, offload.unpack)
+    apply_checkpointing(blocks, technique.activation_checkpointing, *ways)
     if technique.compile:
         _compile([*(block for block in blocks if block not in inside), *_norms_outside(model, blocks)], options)
+    if offload is not None:
+        # Around the compiled graph, whose saved tensors it then sees, but inside of FSDP, which has gathered by then.
+        offload.wrap(blocks)
 
     # 4. FSDP last: it gathers what TP left, outside the compiled and recomputed part. A rank whose parameters nothing
     #    shards needs it only for its offload.

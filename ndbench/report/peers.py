@@ -17,7 +17,7 @@ OURS = "ndbench"
 
 WORK = ("model", "training", "data", "parallelism", "world_size")
 """Groups of a cell that must be equal: what is computed, and on how many ranks how."""
-MEMORY = ("activation_checkpointing",)
+MEMORY = ("activation_checkpointing", "activation_offload")
 """Keys of ``training`` that are each trainer's own business: how it finds room for the same computation."""
 
 

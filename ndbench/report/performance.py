@@ -17,6 +17,7 @@ from typing import Any
 
 from ndbench.compare.memory import said_bytes
 from ndbench.compare.statistics import mean_interval
+from ndbench.config import TrainingConfig
 from ndbench.measure.flops import MATMUL_SIDE
 from ndbench.report.peers import MEMORY, OURS, work_of
 from ndbench.results.schema import Record
@@ -153,6 +154,12 @@ def _share(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
+def _setting(record: Record, key: str) -> str:
+    """A key of ``training`` as it is written; records from before there was one have its default."""
+    value = record["cell"]["training"].get(key, getattr(TrainingConfig, key))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _against(ours: Sequence[Record], beside: dict[str, list[Record]]) -> str:
     """``1.12 (1.10 to 1.14) of accelerate, 54.90 GiB``: the ratio of speeds, its 95 % interval, the peer's memory."""
     speeds = _speeds(ours)
@@ -165,9 +172,7 @@ def _against(ours: Sequence[Record], beside: dict[str, list[Record]]) -> str:
     memory = "".join(f", {peak}" for peak in [_peak(beside[best])] if peak)
     theirs, together = beside[best][0], beside[best][0]["session"] == ours[0]["session"]
     memory += "".join(
-        f", {key}={theirs['cell']['training'].get(key)}"
-        for key in MEMORY
-        if theirs["cell"]["training"].get(key) != ours[0]["cell"]["training"].get(key)
+        f", {key}={_setting(theirs, key)}" for key in MEMORY if _setting(theirs, key) != _setting(ours[0], key)
     )
     memory += "" if together else ", another run"
     if not speeds:

@@ -16,6 +16,8 @@ def graph_refusals(training: TrainingConfig, parallelism: ParallelismConfig, dev
         reasons.append(f"cuda_graphs need a CUDA device, this is {device}")
     if parallelism.cpu_offload:
         reasons.append("cuda_graphs: under cpu_offload the host waits for the gradients in each step")
+    if training.activation_offload:
+        reasons.append("cuda_graphs: under activation_offload blocks leave for host memory and come back")
     if training.optimizer not in GRAPHED_OPTIMIZERS:
         known = ", ".join(GRAPHED_OPTIMIZERS)
         reasons.append(

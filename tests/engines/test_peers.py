@@ -91,6 +91,7 @@ def test_a_package_that_is_not_there_is_one_line(engine: type, line: str, monkey
             {"activation_checkpointing": "selective"},
             "activation_checkpointing 'selective' is not offered by accelerate",
         ),
+        ({"activation_offload": True}, "activation_offload is not implemented for accelerate"),
         ({"max_grad_value": 0.1}, "max_grad_value 0.1 is not implemented for accelerate"),
         ({"global_batch_size": 3}, "global_batch_size 3 is not a multiple"),
     ],

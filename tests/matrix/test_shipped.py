@@ -96,10 +96,14 @@ def test_peers_are_the_same_cell_but_for_the_engine() -> None:
         same = [cell.config for cell in cells if cell.name.startswith(f"{name}-")]
         assert {config.engine.name for config in same} == {"ndbench", *PEERS}
         # How each finds room for it is its own business: peers.MEMORY.
-        work = [replace(config.training, activation_checkpointing="none") for config in same]
+        plain = {"activation_checkpointing": "none", "activation_offload": False}
+        work = [replace(config.training, **plain) for config in same]
         assert all(each == work[0] for each in work)
         assert all(config.model == same[0].model for config in same)
-        assert MEMORY == ("activation_checkpointing",)
+        assert set(plain) == set(MEMORY)
+        ours = {config.training.activation_offload for config in same if config.engine.name == "ndbench"}
+        assert ours == {name == "cp2-8b_128k"}
+        assert not any(config.training.activation_offload for config in same if config.engine.name != "ndbench")
         assert same[0].training.sequence_length == {"cp2-1b": 32768, "cp2-8b_128k": 131072}.get(name, 8192)
         assert same[0].training.compile
 

@@ -247,6 +247,20 @@ def test_attention_kept_is_its_output_and_log_sum_exp_more_than_full_recomputati
         assert activations("attention", layout) < activations("selective", layout) / 4
 
 
+def test_offloaded_activations_are_those_of_two_layers() -> None:
+    """Of 32; and as each layer needs as much as the one before, all gradients come beside them."""
+    for mode, layer in (("full", 4096 * 2), ("attention", 4096 * 2 + 32 * (128 * 2 + 4))):
+        plain, there = (
+            memory_parts(cell({"cp": 2}, activation_checkpointing=mode, activation_offload=offload))
+            for offload in (False, True)
+        )
+        assert plain is not None
+        assert there is not None
+        assert plain["activations"] - there["activations"] == 30 * 16384 // 2 * layer
+        assert there["not_at_once"] == -min(there["gradients"], there["logits"])
+        assert {key for key in plain if plain[key] != there[key]} <= {"activations", "not_at_once"}
+
+
 def test_the_estimate_comes_near_measured_peaks() -> None:
     """Two H200s, bf16, AdamW, 8k tokens a GPU, blocks compiled: 8B FSDP 2 86.5 GiB, 66.7 with full recomputation; a 1B
     shape FSDP 2 23.4 compiled and 34.1 eager, DDP 2 41.0 compiled. (Allocated, so without the context.)"""

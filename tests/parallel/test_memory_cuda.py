@@ -56,6 +56,18 @@ def peak(here: Case, device: str) -> dict[str, int]:
     return {"held": held - left, "peak": most - left}
 
 
+LONG: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12}
+TOKENS = 2**16
+"""Of a rank, in a model that is nothing beside what its blocks keep: 32 MiB an input, and as much of attention's."""
+KEPT = {"full": TOKENS * 256 * 2, "attention": TOKENS * (2 * 256 * 2 + 8 * 4)}
+
+
+def long(parallelism: Any, mode: str, offload: bool) -> Case:
+    fields = {"precision": "bf16", "optimizer": "adamw", "sequence_length": 2**13, "global_batch_size": 2**3 * GPUS}
+    steps = training(**fields, activation_checkpointing=mode, activation_offload=offload)
+    return case(parallelism, llama(**LONG, initializer_range=0.02), training=steps, steps=2, weight_jitter=0.0)
+
+
 CASES = {
     "none": of(layout(1, GPUS)),
     "full": of(layout(1, GPUS), activation_checkpointing="full"),
@@ -66,6 +78,11 @@ CASES = {
     "ddp": of(layout(GPUS)),
     "tp": of(layout(1, 1, 1, GPUS)),
     "cp": of(layout(1, 1, GPUS)),
+} | {
+    f"{name}_{mode}_{'host' if offload else 'device'}": long(at, mode, offload)
+    for name, at in (("dp", layout(1, GPUS)), ("cp", layout(1, 1, GPUS)))
+    for mode in KEPT
+    for offload in (False, True)
 }
 
 
@@ -96,6 +113,15 @@ def test_recomputation_and_a_chunked_loss_each_save(found: dict[str, dict[str, i
     assert found["full"]["peak"] < found["attention"]["peak"] < found["selective"]["peak"] < none
     logits = 4 * 1024 // GPUS * 32768 * 4
     assert none - found["chunked"]["peak"] > logits
+
+
+@pytest.mark.parametrize("mode", KEPT)
+@pytest.mark.parametrize("axis", ["dp", "cp"])
+def test_what_waits_on_the_host_is_not_on_the_device(axis: str, mode: str, found: dict[str, dict[str, int]]) -> None:
+    """Of 12 layers two are there, and beside them at most gradients, which are less than a layer's."""
+    there, away = found[f"{axis}_{mode}_device"], found[f"{axis}_{mode}_host"]
+    assert away["held"] == pytest.approx(there["held"], abs=2**20)
+    assert there["peak"] - away["peak"] > 8 * KEPT[mode]
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
