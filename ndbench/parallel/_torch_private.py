@@ -127,6 +127,16 @@ def expect_gradients_strided_like_outputs() -> None:
         config.guess_tangent_strides_as_outputs = True
 
 
+def trace_side_effects_of_checkpoints() -> None:
+    """What is compiled from here on, in this process, may set attributes in a checkpoint; recomputation does not.
+
+    Otherwise such a checkpoint breaks the graph, and then none of it is compiled.
+    """
+    import torch._dynamo.config as config
+
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+
 def no_random_state_for_attention_without_dropout() -> None:
     """Graphs compiled from here on compute attention again without saving the random state for it, if it draws nothing.
 

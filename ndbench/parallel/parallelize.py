@@ -16,6 +16,7 @@ from torch import nn
 from ndbench.parallel._torch_private import (
     expect_gradients_strided_like_outputs,
     no_random_state_for_attention_without_dropout,
+    trace_side_effects_of_checkpoints,
 )
 from ndbench.parallel.attention import configure
 from ndbench.parallel.checkpointing import apply_checkpointing, compiles_inside
@@ -119,6 +120,9 @@ def parallelize(
         if mesh.tp.size() > 1 and device.type == "cpu":
             # GPUs' graphs take a generator instead of giving a state back.
             no_random_state_for_attention_without_dropout()
+        if mesh.tp.size() > 1:
+            # Modules remember that they are inside of their forward, and forget it at its end.
+            trace_side_effects_of_checkpoints()
         if mesh.cp.size() > 1:
             # Attention between two graphs leaves gradients as it was given queries, keys and values: by rows.
             expect_gradients_strided_like_outputs()

@@ -67,6 +67,14 @@ def test_recomputed_blocks_are_compiled_on_both_sides_of_the_ring(mode: str) -> 
     assert found["graphs"] == none["graphs"] > 1 + LAYERS
 
 
+@pytest.mark.parametrize("mode", ["full", "selective", "attention"])
+def test_recomputed_blocks_under_tp_are_compiled_whole(mode: str) -> None:
+    """Modules of tp set an attribute of their own in forward, which a traced checkpoint must allow."""
+    parallelism = layout(1, 1, 1, 2)
+    found, none = (runs(parallelism, each, "aot_eager") for each in (mode, "none"))
+    assert found["graphs"] == none["graphs"] > 1
+
+
 @pytest.mark.parametrize("mode", ["full", "attention"])
 def test_modes_know_their_names(mode: str) -> None:
     block = torch.nn.Linear(2, 2)
