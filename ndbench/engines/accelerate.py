@@ -11,6 +11,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.metadata import distributions
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +27,24 @@ if TYPE_CHECKING:
     from ndbench.parallel.mesh import Mesh
 
 
+ATTENTION = {
+    "sdpa": None,
+    "flash_attention_2": "flash-attn",
+    "flash_attention_3": "flash-attn-3",
+    "flash_attention_4": "flash-attn-4",
+}
+"""transformers' name of an attention -> the package that it is in."""
+
+
 class AccelerateEngine:
-    """``cp_strategy`` is how Accelerate's CP rotates keys and values: ``allgather`` or ``alltoall``.
+    """``cp_strategy`` is how Accelerate's CP rotates keys and values: ``allgather`` or ``alltoall``; ``attention`` is
+    transformers' ``attn_implementation``, one of ``ATTENTION``.
 
     ``training.loss_chunk_size`` and the options of our own axes (``sequence_parallel``, ...) do not apply to it.
     """
 
-    def __init__(self, cp_strategy: str = "allgather") -> None:
-        self.cp_strategy = cp_strategy
+    def __init__(self, cp_strategy: str = "allgather", attention: str = "sdpa") -> None:
+        self.cp_strategy, self.attention = cp_strategy, attention
         self.model: nn.Module | None = None
         self._facts: dict[str, Any] = {}
 
@@ -41,7 +52,22 @@ class AccelerateEngine:
         """Why this engine cannot run ``cell``; needs neither torch nor Accelerate's code."""
         if importlib.util.find_spec("accelerate") is None:
             return "engine=accelerate needs the package accelerate: pip install 'ndbench[accelerate]'"
-        return "; ".join(peer_refusals(cell, "accelerate")) or None
+        return "; ".join([*peer_refusals(cell, "accelerate"), *self._refuse_attention(cell)]) or None
+
+    def _refuse_attention(self, cell: Cell) -> list[str]:
+        name, cp_size, device = self.attention, cell.parallelism.cp_size, cell.config.hardware.device
+        if name not in ATTENTION:
+            return [f"engine.options.attention '{name}' is not known; known: {', '.join(ATTENTION)}"]
+        package = ATTENTION[name]
+        if package is None:
+            return []
+        if cp_size > 1:
+            return [f"engine.options.attention '{name}' with cp {cp_size}: Accelerate's cp takes sdpa alone"]
+        if device == "cpu":
+            return [f"engine.options.attention '{name}' has no kernel for device 'cpu'"]
+        if next(iter(distributions(name=package)), None) is None:
+            return [f"engine.options.attention '{name}' needs the package {package}"]
+        return []
 
     def refuse_plan(self, cell: Cell) -> str | None:
         """Accelerate's own word on the layout."""
@@ -83,7 +109,7 @@ class AccelerateEngine:
                 **options,
             )
         tp_mesh = self.accelerator.torch_device_mesh["tp"] if layout.tp_size > 1 else None
-        model = _model(cell.config.model, training, device, tp_mesh)
+        model = _model(cell.config.model, training, device, tp_mesh, self.attention)
         if training.activation_checkpointing == "full" and not sharded:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
@@ -91,7 +117,7 @@ class AccelerateEngine:
         self._facts = {
             "accelerate": accelerate.__version__,
             "distributed_type": str(self.accelerator.distributed_type.value),
-            "attention_kernel": "sdpa",
+            "attention_kernel": self.attention,
         }
 
     def _train(self, cell: Cell, mesh: Mesh, model: nn.Module) -> None:
@@ -160,6 +186,9 @@ class AccelerateEngine:
     def _loss_sum(self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         assert self.model is not None
         inputs: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids}
+        if self.attention != "sdpa":
+            # Documents are not packed, which transformers would read off the positions, on the host, in each layer.
+            del inputs["position_ids"]
         if self._mesh.config.cp_size > 1:
             # Positions of a part of the sequence have a gap, which transformers takes for packed documents, and makes a
             # mask of all pairs of tokens that Accelerate then drops. A mask of four dims it takes as it is.
@@ -253,7 +282,7 @@ def _fsdp_plugin(training: TrainingConfig, layout: ParallelismConfig) -> Any:
     )
 
 
-def _model(config: ModelConfig, training: TrainingConfig, device: torch.device, tp_mesh: Any) -> Any:
+def _model(config: ModelConfig, training: TrainingConfig, device: torch.device, tp_mesh: Any, attention: str) -> Any:
     """The bundled engine's model and starting weights, with transformers' own attention and, on ``tp_mesh``, its TP."""
     import torch
 
@@ -267,7 +296,7 @@ def _model(config: ModelConfig, training: TrainingConfig, device: torch.device, 
     if tp_mesh is None:
         materialize(model, device, device)
         fill(model, weights)
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(attention)
         return model
     # transformers shards a model over tp while it loads weights, so it is given them to load
     from transformers.distributed.configuration_utils import DistributedConfig
@@ -280,7 +309,7 @@ def _model(config: ModelConfig, training: TrainingConfig, device: torch.device, 
         distributed_config=DistributedConfig(tp_size=tp_mesh.size(), tp_plan="auto"),
         device_mesh=tp_mesh,
         dtype=torch.float32,
-        attn_implementation="sdpa",
+        attn_implementation=attention,
     )
     _own_memory(made)
     return made

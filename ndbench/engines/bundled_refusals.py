@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from ndbench.config import ModelConfig, TrainingConfig
 from ndbench.parallel.config import (
     ATTENTION_KERNELS,
     CHECKPOINTING_MODES,
+    FLASH4_PACKAGE,
     FLOAT8_MISSING,
     FLOAT8_MULTIPLE,
     FLOAT8_RECIPES,
@@ -75,6 +77,8 @@ def refuse_training(training: TrainingConfig, model: ModelConfig) -> list[str]:
 
 
 def _refuse_kernel(name: str | None) -> list[str]:
+    if name == "flash4" and next(iter(distributions(name=FLASH4_PACKAGE)), None) is None:
+        return [f"engine.options.attention 'flash4' needs the package {FLASH4_PACKAGE}: pip install 'ndbench[flash4]'"]
     if name in (None, *ATTENTION_KERNELS):
         return []
     return [f"engine.options.attention '{name}' is not known; known: {', '.join(ATTENTION_KERNELS)}"]

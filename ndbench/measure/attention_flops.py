@@ -36,4 +36,16 @@ def attention_formulas() -> dict[Any, Callable[..., int]]:
             name = f"_scaled_dot_product_{kernel}{suffix}"
             if hasattr(torch.ops.aten, name):
                 found[getattr(torch.ops.aten, name)] = formula
+    if hasattr(torch.ops, "ndbench") and hasattr(torch.ops.ndbench, "flash4"):
+        found[torch.ops.ndbench.flash4] = _of_rows(forward_flops)
+        found[torch.ops.ndbench.flash4_backward] = _of_rows(backward_flops)
     return found
+
+
+def _of_rows(formula: Callable[..., int]) -> Callable[..., int]:
+    """``formula`` for an operator that takes [batch, tokens, heads, width]."""
+
+    def transposed(*args: Any, **_: Any) -> int:
+        return formula(*((*x[:1], x[2], x[1], *x[3:]) if isinstance(x, tuple) else x for x in args[:4]))
+
+    return transposed

@@ -59,7 +59,7 @@ def examine(results_dir: str | Path, hardware_files: Mapping[str, Mapping[str, A
 
 
 def versions(facts: Mapping[str, str | None]) -> list[Finding]:
-    named = ("ndbench", "torch", "transformers", "cuda", "nccl", "driver", "python")
+    named = ("ndbench", "torch", "transformers", "cuda", "nccl", "flash-attn-4", "driver", "python")
     text = ", ".join(f"{name} {facts[name]}" for name in named if facts.get(name))
     if facts.get("torch") is None:
         return [Finding("fail", "software", f"torch is not installed ({text})")]

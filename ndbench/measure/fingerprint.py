@@ -29,6 +29,7 @@ ENVIRONMENT = re.compile(
 """The only environment variables that are recorded: those that change speed or numbers."""
 
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+OPTIONAL_KERNELS = ("flash-attn-4",)
 CUDNN_PACKAGES = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 
 
@@ -134,7 +135,11 @@ def topology(indices: list[int], text: str | None = None) -> str | None:
 
 
 def software() -> dict[str, str | None]:
-    """Versions of everything that a step runs through, as text; None for what is not installed."""
+    """Versions of everything that a step runs through, as text; None for what is not installed.
+
+    Of the optional kernels only those that are: a record made before their names were known stays equal to one without.
+    """
+    optional = {name: found for name in OPTIONAL_KERNELS if (found := _package(name))}
     drivers = nvidia_query("driver_version")
     torch_facts = _torch_version_file()
     return {
@@ -150,6 +155,7 @@ def software() -> dict[str, str | None]:
         "cudnn": _first(CUDNN_PACKAGES) or os.environ.get("CUDNN_VERSION"),
         "triton": _package("triton"),
         "container": _container(),
+        **optional,
     }
 
 

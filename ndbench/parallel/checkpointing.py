@@ -38,6 +38,7 @@ _ATTENTION = (
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_attention_math",
+    "ndbench::flash4",
 )
 
 

@@ -24,7 +24,8 @@ and what attention gave."""
 OFFLOADED_MODES = ("full", "attention")
 """Those under which what is kept may wait in host memory: few tensors, of one size in all blocks."""
 
-ATTENTION_KERNELS = ("cudnn", "flash")
+ATTENTION_KERNELS = ("flash4", "cudnn", "flash")
+FLASH4_PACKAGE = "flash-attn-4"
 """CUDA kernels that attention can be asked to use."""
 
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

@@ -7,6 +7,7 @@ it. All use of them is in this file. Tried on torch 2.13 (CPU); the signatures a
 device    block                            operator
 ========  ===============================  ============================================================
 CPU       any                              ``_scaled_dot_product_flash_attention_for_cpu`` (takes GQA and a float mask)
+CUDA      fp16/bf16, no mask, ``flash4``   FlashAttention-4's own (takes GQA), ``_flash4_private.py``
 CUDA      fp16/bf16, no mask, ``cudnn``    ``_scaled_dot_product_cudnn_attention`` (takes GQA)
 CUDA      fp16/bf16, no mask, otherwise    ``_scaled_dot_product_flash_attention`` (takes GQA, has no mask)
 CUDA      fp32, or with a mask             ``_scaled_dot_product_efficient_attention`` (neither: kv heads are repeated)
@@ -21,6 +22,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from ndbench.parallel._flash4_private import flash4, flash4_backward
+
 aten = torch.ops.aten
 
 HEAD_DIM_MULTIPLE = 8
@@ -32,7 +35,7 @@ BIAS_MULTIPLE = 16
 
 
 def block_kernel(device_type: str, dtype: torch.dtype, masked: bool, asked: str | None = None) -> str:
-    """Name of the kernel a block runs on: ``flash_cpu``, ``cudnn``, ``flash`` or ``efficient``. Goes into the record.
+    """The kernel of a block, for the record: ``flash_cpu``, ``flash4``, ``cudnn``, ``flash`` or ``efficient``.
 
     ``asked`` is what :func:`ndbench.parallel.sdpa.choose_kernel` found for such heads: it serves blocks without a mask.
     """
@@ -68,6 +71,9 @@ def block_forward(
     if kernel == "flash_cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         return out, lse
+    if kernel == "flash4":
+        out, lse = flash4(*(x.transpose(1, 2) for x in (q, k, v)), scale, causal)
+        return out.transpose(1, 2), lse
     if kernel == "cudnn":
         out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
         return out, lse.reshape(q.shape[:3])
@@ -109,6 +115,10 @@ def block_backward(
             dout, q, k, v, out, lse_bhs, 0.0, causal, attn_mask=mask, scale=scale
         )
         return dq, dk, dv
+    if kernel == "flash4":
+        laid_out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        dq, dk, dv = flash4_backward(*laid_out, lse_bhs.contiguous(), scale, causal)
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
     # Dropout is off, so the random state is never read; it must only be there.
     seed = torch.empty(2, dtype=torch.uint64, device=q.device)
     offset = torch.empty((), dtype=torch.uint64, device=q.device)

@@ -6,15 +6,36 @@ Layers whose whole sequence is on the rank use it, without window or documents; 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
-from ndbench.parallel.config import ATTENTION_KERNELS
+from ndbench.parallel import _flash4_private
+from ndbench.parallel.config import ATTENTION_KERNELS, FLASH4_PACKAGE
+
+logger = logging.getLogger(__name__)
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 """(q [b, heads, s, d], k, v [b, kv heads, s, d], scale) -> [b, heads, s, d]."""
+
+
+def _flash4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    out: torch.Tensor = _flash4_private.flash4(*(x.transpose(1, 2) for x in (q, k, v)), scale, True)[0]
+    return out.transpose(1, 2)
+
+
+def _can_use_flash4(call: SDPAParams) -> bool:
+    query = call.query
+    capability = torch.cuda.get_device_capability(query.device)[0]
+    if torch.version.hip is not None or not _flash4_private.installed():
+        return False
+    if not _flash4_private.serves(query.dtype, query.shape[3], capability):
+        return False
+    if (error := _flash4_private.import_error()) is not None:
+        logger.warning("%s is installed and cannot be loaded: %s", FLASH4_PACKAGE, error)
+    return error is None
 
 
 def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -30,10 +51,11 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
 
 
 KERNELS: dict[str, tuple[Callable[[SDPAParams], bool], Call]] = {
+    "flash4": (_can_use_flash4, _flash4),
     "cudnn": (can_use_cudnn_attention, _cudnn),
     "flash": (can_use_flash_attention, _flash),
 }
-"""Name -> whether it can serve a call, and the call."""
+"""Name -> whether it can serve a call, and the call; the fastest on Hopper first."""
 assert tuple(KERNELS) == ATTENTION_KERNELS, "config.py names them without importing torch"
 
 HEAD_DIM_MULTIPLE = 8
@@ -43,10 +65,11 @@ HEAD_DIM_MULTIPLE = 8
 def choose_kernel(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, asked: str | None = None
 ) -> str | None:
-    """The kernel for layers of these heads: ``asked``, else cuDNN from Hopper on, else flash; null: PyTorch decides.
+    """The kernel for layers of these heads: ``asked``, else the first of ``KERNELS`` from Hopper on, else flash.
 
-    cuDNN uses the matrix units of Hopper and Blackwell; PyTorch's flash is written for Ampere's. Raises ``ValueError``
-    when ``asked`` is not known or cannot serve such layers here.
+    FlashAttention-4, where it is installed, and cuDNN use the matrix units of Hopper and Blackwell; PyTorch's flash is
+    written for Ampere's. Null: none serves, PyTorch decides. Raises ``ValueError`` when ``asked`` is not known or
+    cannot serve such layers here.
     """
     if asked is not None and asked not in KERNELS:
         raise ValueError(f"attention kernel '{asked}' is not known; known: {', '.join(KERNELS)}")

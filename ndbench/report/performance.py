@@ -87,7 +87,8 @@ def _machine(record: Record) -> str:
     hardware, software = record["fingerprint"]["hardware"], record["fingerprint"]["software"]
     count = f"{hardware['count']} x " if hardware.get("count") else ""
     parts = [f"{count}{hardware.get('name')}"]
-    parts += [f"{name} {software[name]}" for name in ("torch", "driver", "nccl", "cudnn") if software.get(name)]
+    named = ("torch", "driver", "nccl", "cudnn", "flash-attn-4")
+    parts += [f"{name} {software[name]}" for name in named if software.get(name)]
     return ", ".join(parts)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from ndbench.parallel import ring
 from ndbench.parallel.context import shard_sequence, unshard_sequence
+from tests.context.cases import NAMES, Case, document_ids, inputs, reference
 
 TIMEOUT = 90.0
 """Seconds that a rank waits for a message, a GPU's compilations included."""
@@ -104,3 +105,27 @@ def ring_alone(
     if failures:
         raise failures[0]
     return [unshard_sequence(list(parts), "ring", dim=2) for parts in zip(*shares, strict=True)]
+
+
+SCALE = 0.3
+
+
+def errors(case: Case, cp_size: int, lay_out: Callable[[torch.Tensor], torch.Tensor] = lambda x: x, **plan: Any) -> Any:
+    """||ring - reference|| / ||reference|| of the output and of each gradient; ``lay_out``: see :func:`ring_alone`."""
+    whole, documents = inputs(case), document_ids(case.documents)
+    documents = None if documents is None else documents.to(case.device)
+    expected = reference(case, *whole, documents)
+    actual = ring_alone(cp_size, *whole, documents, lay_out, scale=SCALE, window=case.window, **plan)
+    assert all(x.dtype == case.dtype for x in actual)
+    return {
+        name: ((a.double() - e).norm() / e.norm()).item() for name, a, e in zip(NAMES, actual, expected, strict=True)
+    }
+
+
+def by_heads(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous()
+
+
+def by_rows(x: torch.Tensor) -> torch.Tensor:
+    """As a projection leaves it: [b, s, h, d] in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)

@@ -6,44 +6,22 @@ A wrong convention of the log-sum-exp, a merge or a hop that loses something sho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from ndbench.parallel import kernels, ring, sdpa
-from tests.context.alone import ring_alone
-from tests.context.cases import NAMES, Case, document_ids, inputs, reference
+from tests.context.alone import by_heads, by_rows, errors
+from tests.context.cases import Case
 
-SCALE = 0.3
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {},
     "window": {"window": 9},
     "documents": {"documents": ((10, 54), (30, 34))},
 }
-
-
-def errors(case: Case, cp_size: int, lay_out: Callable[[torch.Tensor], torch.Tensor] = lambda x: x, **plan: Any) -> Any:
-    """||ring - reference|| / ||reference|| of the output and of each gradient; ``lay_out``: see :func:`ring_alone`."""
-    whole, documents = inputs(case), document_ids(case.documents)
-    documents = None if documents is None else documents.to(case.device)
-    expected = reference(case, *whole, documents)
-    actual = ring_alone(cp_size, *whole, documents, lay_out, scale=SCALE, window=case.window, **plan)
-    assert all(x.dtype == case.dtype for x in actual)
-    return {
-        name: ((a.double() - e).norm() / e.norm()).item() for name, a, e in zip(NAMES, actual, expected, strict=True)
-    }
-
-
-def by_heads(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous()
-
-
-def by_rows(x: torch.Tensor) -> torch.Tensor:
-    """As a projection leaves it: [b, s, h, d] in memory."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

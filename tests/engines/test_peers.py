@@ -83,6 +83,22 @@ def test_a_package_that_is_not_there_is_one_line(engine: type, line: str, monkey
     assert engine().refuse(cell(2)) == line
 
 
+@installed
+def test_an_attention_that_accelerate_cannot_have_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    present: list[str] = []
+    monkeypatch.setattr(accelerate_engine, "distributions", lambda name: iter([name] if name in present else []))
+    engine = AccelerateEngine(attention="flash_attention_4")
+    asked = "engine.options.attention 'flash_attention_4'"
+    assert engine.refuse(cell(2)) == f"{asked} has no kernel for device 'cpu'"
+    assert engine.refuse(cell(2, device="cuda")) == f"{asked} needs the package flash-attn-4"
+    present.append("flash-attn-4")
+    assert engine.refuse(cell(2, device="cuda")) is None
+    assert engine.refuse(cell(cp=2, device="cuda")) == f"{asked} with cp 2: Accelerate's cp takes sdpa alone"
+    known = "sdpa, flash_attention_2, flash_attention_3, flash_attention_4"
+    unknown = AccelerateEngine(attention="flash4").refuse(cell(2))
+    assert unknown == f"engine.options.attention 'flash4' is not known; known: {known}"
+
+
 @pytest.mark.parametrize(
     ("changes", "needle"),
     [

@@ -59,8 +59,8 @@ def test_an_unknown_kernel_is_refused_by_name_before_any_rank_starts() -> None:
     config = Config(world_size=1)
     assert BundledEngine(attention="cudnn").refuse(Cell("single", "test", config)) is None
     said = BundledEngine(attention="fastest").refuse(Cell("single", "test", config))
-    assert said == "engine.options.attention 'fastest' is not known; known: cudnn, flash"
-    with pytest.raises(ValueError, match="'fastest' is not known; known: cudnn, flash"):
+    assert said == "engine.options.attention 'fastest' is not known; known: flash4, cudnn, flash"
+    with pytest.raises(ValueError, match="'fastest' is not known; known: flash4, cudnn, flash"):
         choose_kernel(CPU, *HEADS, "fastest")
 
 
