@@ -35,10 +35,10 @@ def worst(here: Case, mesh: Mesh, sync: str = "error") -> tuple[float, float]:
     engine.build(here.model, here.training, replace(mesh, config=here.parallelism), DEVICE)
     errors: dict[str, list[float]] = {"loss": [], "norm": []}
     for step in range(here.steps):
-        data = batch(here, step, 0, 1)
+        data = on_device(batch(here, step, 0, 1), DEVICE)  # from pageable memory, which waits
         torch.cuda.set_sync_debug_mode(sync if step == here.steps - 1 else "default")
         try:
-            done: Any = engine.step(on_device(data, DEVICE))
+            done: Any = engine.step(data)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         errors["loss"].append(abs(done.loss.item() / want["loss"][step] - 1))
