@@ -150,7 +150,9 @@ class BundledEngine:
             training.max_grad_value,
             parallel.computing,
         )
-        window = getattr(getattr(built.model, "config", None), "sliding_window", None) is not None
+        shape = getattr(built.model, "config", None)
+        window = getattr(shape, "sliding_window", None) or training.sequence_length
+        bounded = window < training.sequence_length or getattr(shape, "attn_logit_softcapping", None) is not None
         self._facts = {
             "blocks": len(built.blocks),
             "fully_sharded": parallel.fully_sharded,
@@ -165,11 +167,12 @@ class BundledEngine:
             self._facts["cuda_graph"] = {"captures": 0, "replays": 0, "reason": "; ".join(ungraphed)}
         if built.transformers:
             # Whether documents are packed is known with the first batch; both answers are made ready here.
+            precision, layout = dtype or torch.float32, mesh.config
             whole, self._packed_kernel = (
                 attention_kernel(
-                    device.type, dtype or torch.float32, mesh.config.cp_size, mesh.config.cp_method, masked, kernel
+                    device.type, precision, layout.cp_size, layout.cp_method, kernel, bounded=bounded, documents=packed
                 )
-                for masked in (window, True)
+                for packed in (False, True)
             )
             self._facts["attention_kernel"] = whole
 

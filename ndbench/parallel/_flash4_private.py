@@ -58,11 +58,22 @@ def serves(dtype: torch.dtype, head_dim: int, capability: int) -> bool:
 
 @torch.library.custom_op("ndbench::flash4", mutates_args=())
 def flash4(
-    q_bshd: torch.Tensor, k_bshd: torch.Tensor, v_bshd: torch.Tensor, scale: float, causal: bool
+    q_bshd: torch.Tensor,
+    k_bshd: torch.Tensor,
+    v_bshd: torch.Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention: output [b, s, h, d] and float32 log-sum-exp [b, h, s]; k and v may have fewer heads (GQA)."""
+    """Attention: output [b, s, h, d] and float32 log-sum-exp [b, h, s]; k and v may have fewer heads (GQA).
+
+    A query sees the last ``window`` tokens, itself included; ``softcap`` bounds the scores to ±softcap by tanh.
+    """
     with _COMPILING:
-        result = _functions().forward(q_bshd, k_bshd, v_bshd, softmax_scale=scale, causal=causal, return_lse=True)
+        result = _functions().forward(
+            q_bshd, k_bshd, v_bshd, softmax_scale=scale, return_lse=True, **_mask(causal, window, softcap)
+        )
     out, lse = result[:2]  # newer versions return more
     return out, lse
 
@@ -77,14 +88,22 @@ def flash4_backward(
     lse_bhs: torch.Tensor,
     scale: float,
     causal: bool,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, [b, s, h, d] each, given output and log-sum-exp of the whole row."""
     with _COMPILING:
         dq, dk, dv = _functions().backward(
-            q_bshd, k_bshd, v_bshd, out_bshd, dout_bshd, lse_bhs, softmax_scale=scale, causal=causal,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            q_bshd, k_bshd, v_bshd, out_bshd, dout_bshd, lse_bhs, softmax_scale=scale,
+            deterministic=torch.are_deterministic_algorithms_enabled(), **_mask(causal, window, softcap),
         )[:3]  # fmt: skip
     return dq, dk, dv
+
+
+def _mask(causal: bool, window: int | None, softcap: float | None) -> dict[str, Any]:
+    """As the package has it: tokens to the left of a query beyond itself, and no cap is zero."""
+    left, right = (None, None) if window is None else (window - 1, 0)
+    return {"causal": causal, "window_size_left": left, "window_size_right": right, "softcap": softcap or 0.0}
 
 
 @flash4.register_fake
@@ -100,7 +119,7 @@ def _(_dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, ctx.scale, ctx.causal = inputs
+    q, k, v, *ctx.settings = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)
 
@@ -108,9 +127,9 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 def _differentiate(ctx: Any, dout: torch.Tensor | None, _dlse: torch.Tensor | None) -> Any:
     """The log-sum-exp has no gradient: nothing here differentiates it."""
     if dout is None:
-        return None, None, None, None, None
+        return (None,) * 7
     q, k, v, out, lse = ctx.saved_tensors
-    return *flash4_backward(dout, q, k, v, out, lse, ctx.scale, ctx.causal), None, None
+    return *flash4_backward(dout, q, k, v, out, lse, *ctx.settings), None, None, None, None
 
 
 flash4.register_autograd(_differentiate, setup_context=_save)

@@ -18,7 +18,7 @@ from ndbench.parallel._transformers_private import leave_torchao_alone
 from ndbench.parallel.context import METHODS, refuse_attention
 from ndbench.parallel.kernels import block_kernel
 from ndbench.parallel.ring import RingPlan, ring_attention
-from ndbench.parallel.sdpa import KERNELS
+from ndbench.parallel.sdpa import KERNELS, flash4_attention
 from ndbench.parallel.ulysses import ulysses_attention
 
 ATTENTION_NAME = "ndbench"
@@ -110,12 +110,22 @@ def uses_ring(block: torch.nn.Module) -> bool:
 
 
 def attention_kernel(
-    device_type: str, dtype: torch.dtype, cp_size: int, method: str, masked: bool, kernel: str | None = None
+    device_type: str,
+    dtype: torch.dtype,
+    cp_size: int,
+    method: str,
+    kernel: str | None = None,
+    *,
+    bounded: bool = False,
+    documents: bool = False,
 ) -> str:
-    """What a layer's attention runs on, for the record; ``sdpa`` is PyTorch's own dispatch."""
+    """What a layer's attention runs on, for the record; ``sdpa`` is PyTorch's own dispatch.
+
+    ``bounded``: it has a window shorter than the sequence, or its scores a cap.
+    """
     if cp_size > 1 and method == "ring":
-        return f"ring:{block_kernel(device_type, dtype, masked, kernel)}"
-    name = "sdpa" if kernel is None or masked else kernel
+        return f"ring:{block_kernel(device_type, dtype, bounded or documents, kernel)}"
+    name = "sdpa" if kernel is None or documents or (bounded and kernel != "flash4") else kernel
     return f"ulysses:{name}" if cp_size > 1 else name
 
 
@@ -186,10 +196,13 @@ def whole_attention(
 ) -> torch.Tensor:
     """Causal attention when the whole sequence is here; [b, heads, s, d] in and out.
 
-    ``kernel`` is what it runs on when nothing but causality masks it, else PyTorch's own dispatch decides. With
-    ``softcap`` the scores are stored, s x s of each head: no fused kernel of PyTorch has it.
+    ``kernel`` is what it runs on when nothing but causality masks it (``flash4``: or a window or softcap), else PyTorch's
+    own dispatch decides. With ``softcap`` the scores are then stored, s x s of each head: no fused kernel of PyTorch has
+    it.
     """
     heads, kv_heads = q_bhsd.shape[1], k_bhsd.shape[1]
+    if kernel == "flash4" and documents is None:
+        return flash4_attention(q_bhsd, k_bhsd, v_bhsd, scale, window, softcap)
     if window is None and documents is None and softcap is None:
         if kernel is not None:
             return KERNELS[kernel][1](q_bhsd, k_bhsd, v_bhsd, scale)

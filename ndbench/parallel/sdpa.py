@@ -1,7 +1,8 @@
 """CUDA kernels for plain causal attention, called by name instead of left to PyTorch's dispatch.
 
 So the record names the kernel that ran, and torch.compile's caches tell them apart, which they do not of the dispatch.
-Layers whose whole sequence is on the rank use it, without window or documents; all else is in ``kernels.py``.
+Layers whose whole sequence is on the rank use it, without documents and, but for FlashAttention-4, without a window or
+a cap of the scores; the ring's blocks are in ``kernels.py``.
 """
 
 from __future__ import annotations
@@ -21,8 +22,17 @@ Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 """(q [b, heads, s, d], k, v [b, kv heads, s, d], scale) -> [b, heads, s, d]."""
 
 
-def _flash4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    out: torch.Tensor = _flash4_private.flash4(*(x.transpose(1, 2) for x in (q, k, v)), scale, True)[0]
+def flash4_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """A ``Call`` of FlashAttention-4's kernels, which also take a sliding window and a cap of the scores."""
+    rows = (x.transpose(1, 2) for x in (q, k, v))
+    out: torch.Tensor = _flash4_private.flash4(*rows, scale, True, window, softcap)[0]
     return out.transpose(1, 2)
 
 
@@ -51,7 +61,7 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> t
 
 
 KERNELS: dict[str, tuple[Callable[[SDPAParams], bool], Call]] = {
-    "flash4": (_can_use_flash4, _flash4),
+    "flash4": (_can_use_flash4, flash4_attention),
     "cudnn": (can_use_cudnn_attention, _cudnn),
     "flash": (can_use_flash_attention, _flash),
 }

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from ndbench.config import Cell, Config
@@ -31,33 +30,59 @@ from tests.context.cases import Case
 
 CUDA = torch.device("cuda")
 HEADS = (torch.bfloat16, 8, 2, 64)
-aten = torch.ops.aten
 
 
 class OnCpu:
-    """The package's two functions as it has them, [b, s, h, d] in and out, computed by PyTorch's CPU kernel."""
+    """The package's two functions as it has them, [b, s, h, d] in and out, by the formulas.
+
+    Backward takes the statistics that it is given, as FlashAttention's does: those of the whole row under the ring.
+    """
 
     def __init__(self) -> None:
         self.forwards, self.deterministic = 0, False
 
-    def forward(self, q: Any, k: Any, v: Any, *, softmax_scale: float, causal: bool, return_lse: bool) -> Any:
+    def forward(self, q: Any, k: Any, v: Any, *, return_lse: bool, **mask: Any) -> Any:
         assert return_lse
         self.forwards += 1
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=softmax_scale)
-        return out.transpose(1, 2).contiguous(), lse.contiguous(), None, None, None
+        scores, _ = self._scores(q, k, **mask)
+        lse = scores.logsumexp(-1)
+        out = torch.exp(scores - lse[..., None]) @ self._heads(v, q)
+        return out.transpose(1, 2).contiguous(), lse.float(), None, None, None
 
     def backward(
-        self, q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any,
-        *, softmax_scale: float, causal: bool, deterministic: bool,
-    ) -> Any:  # fmt: skip
+        self, q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, *, deterministic: bool, **mask: Any
+    ) -> Any:
         assert lse.is_contiguous()
         self.deterministic = deterministic
-        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, causal, scale=softmax_scale
+        scores, slope = self._scores(q, k, **mask)
+        weights = torch.exp(scores - lse[..., None])
+        dout_h, out_h = dout.transpose(1, 2), out.transpose(1, 2)
+        dscores = dout_h @ self._heads(v, q).transpose(2, 3) - (dout_h * out_h).sum(-1, keepdim=True)
+        dscores = weights * dscores * slope * mask["softmax_scale"]
+        dq = dscores @ self._heads(k, q)
+        grouped = (
+            x.unflatten(1, (k.shape[2], -1)).sum(2) for x in (dscores.mT @ q.transpose(1, 2), weights.mT @ dout_h)
         )
-        return tuple(x.transpose(1, 2).contiguous() for x in grads)
+        return tuple(x.transpose(1, 2).contiguous() for x in (dq, *grouped))
+
+    @staticmethod
+    def _heads(x: Any, q: Any) -> Any:
+        return x.transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], dim=1)
+
+    def _scores(
+        self, q: Any, k: Any, *, softmax_scale: float, causal: bool, window_size_left: int | None,
+        window_size_right: int | None, softcap: float,
+    ) -> Any:  # fmt: skip
+        """Scores [b, h, queries, keys], masked, and what their cap makes of a small change of them."""
+        scores = q.transpose(1, 2) @ self._heads(k, q).transpose(2, 3) * softmax_scale
+        bent = torch.tanh(scores / softcap) if softcap else None
+        behind = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+        seen = behind >= 0 if causal else torch.ones_like(behind, dtype=torch.bool)
+        if window_size_left is not None:
+            assert window_size_right == 0
+            seen = seen & (behind <= window_size_left)
+        scores = scores if bent is None else bent * softcap
+        return scores.masked_fill(~seen, float("-inf")), 1.0 if bent is None else 1 - bent.square()
 
 
 @pytest.fixture
@@ -77,19 +102,56 @@ def gradients(attention: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> 
     return [out.detach(), *torch.autograd.grad(out, inputs, torch.randn(out.shape))]
 
 
+BOUNDS: list[dict[str, Any]] = [{}, {"window": 5}, {"softcap": 0.7}, {"window": 1, "softcap": 2.0}]
+
+
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return whole_attention(q, k, v, 0.3, kernel="flash4")
 
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_output_and_gradients_are_those_of_pytorchs_attention(compiled: bool) -> None:
+@pytest.mark.parametrize("bounds", BOUNDS, ids=lambda bounds: "_".join(bounds) or "causal")
+def test_output_and_gradients_are_those_of_pytorchs_attention(compiled: bool, bounds: dict[str, Any]) -> None:
+    def mine(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return whole_attention(q, k, v, 0.3, kernel="flash4", **bounds)
+
     q, k, v = heads(4), heads(2), heads(2)
-    call = torch.compile(attend, fullgraph=True, dynamic=False) if compiled else attend
+    torch._dynamo.reset()
+    call = torch.compile(mine, fullgraph=True, dynamic=False) if compiled else mine
     found = gradients(call, q, k, v)
-    due = gradients(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True, scale=0.3, enable_gqa=True), q, k, v)
-    for mine, want in zip(found, due, strict=True):
-        torch.testing.assert_close(mine, want)
+    due = gradients(lambda *x: whole_attention(*x, 0.3, **bounds), q, k, v)
+    for each, want in zip(found, due, strict=True):
+        torch.testing.assert_close(each, want)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_documents_are_left_to_pytorch(on_cpu: OnCpu) -> None:
+    documents = torch.tensor([[0] * 10 + [1] * 14] * 2)
+    whole_attention(heads(4), heads(2), heads(2), 0.3, documents=documents, kernel="flash4")
+    assert not on_cpu.forwards
+
+
+needs_its_kernels = pytest.mark.skipif(
+    not (torch.cuda.is_available() and _flash4_private.installed()), reason="needs a GPU and flash-attn-4"
+)
+
+
+@needs_its_kernels
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("bounds", [{}, {"window": 300}, {"softcap": 5.0}, {"window": 300, "softcap": 5.0}], ids=str)
+def test_its_kernels_on_the_gpu_are_attention_in_float32(bounds: dict[str, Any], head_dim: int) -> None:
+    torch.manual_seed(0)
+    inputs = [heads(count, 1024, head_dim).to("cuda", torch.bfloat16).detach().requires_grad_() for count in (8, 2, 2)]
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    torch.manual_seed(1)
+    dout = torch.randn(2, 8, 1024, head_dim, device="cuda")
+    found, due = [], []
+    for results, given, kernel in ((found, inputs, "flash4"), (due, exact, None)):
+        out = whole_attention(*given, head_dim**-0.5, kernel=kernel, **bounds)
+        results += [out, *torch.autograd.grad(out, given, dout.to(out.dtype))]
+    for each, want in zip(found, due, strict=True):
+        assert (each.float() - want).norm() / want.norm() < 1e-2
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -127,8 +189,8 @@ def test_a_backward_without_the_whole_rows_statistics_would_be_seen(
     backward = on_cpu.backward
 
     def own_statistics(q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, **options: Any) -> Any:
-        scale, causal = options["softmax_scale"], options["causal"]
-        out, lse = on_cpu.forward(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)[:2]
+        mask = {name: value for name, value in options.items() if name != "deterministic"}
+        out, lse = on_cpu.forward(q, k, v, return_lse=True, **mask)[:2]
         return backward(q, k, v, out, dout, lse, **options)
 
     monkeypatch.setattr(on_cpu, "backward", own_statistics)
@@ -275,7 +337,7 @@ def test_the_installed_package_has_the_functions_that_are_called() -> None:
     if error := _flash4_private.import_error():
         pytest.skip(error)
     functions = _flash4_private._functions()
-    given = {"q", "k", "v", "softmax_scale", "causal"}
+    given = {"q", "k", "v", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap"}
     assert given | {"return_lse"} <= inspect.signature(functions.forward).parameters.keys()
     wanted = given | {"out", "dout", "lse", "deterministic"}
     assert wanted <= inspect.signature(functions.backward).parameters.keys()

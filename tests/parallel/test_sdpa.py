@@ -82,10 +82,16 @@ def test_the_chosen_kernel_runs_where_only_causality_masks(monkeypatch: pytest.M
 
 
 def test_the_record_names_the_kernel() -> None:
-    names = [
-        attention_kernel("cuda", torch.bfloat16, cp, method, masked, "cudnn")
-        for cp, method, masked in [(1, "ring", False), (2, "ulysses", False), (1, "ring", True), (2, "ring", False)]
-    ]
-    assert names == ["cudnn", "ulysses:cudnn", "sdpa", "ring:cudnn"]
-    assert attention_kernel("cuda", torch.bfloat16, 2, "ring", True, "cudnn") == "ring:efficient"
-    assert attention_kernel("cuda", torch.bfloat16, 2, "ring", False) == "ring:flash"
+    def named(cp: int, method: str, kernel: str | None = "cudnn", **masks: bool) -> str:
+        return attention_kernel("cuda", torch.bfloat16, cp, method, kernel, **masks)
+
+    assert named(1, "ring") == "cudnn"
+    assert named(2, "ulysses") == "ulysses:cudnn"
+    assert named(2, "ring") == "ring:cudnn"
+    assert named(2, "ring", None) == "ring:flash"
+    assert named(1, "ring", bounded=True) == named(1, "ring", documents=True) == "sdpa"
+    assert named(2, "ring", bounded=True) == named(2, "ring", documents=True) == "ring:efficient"
+    assert named(1, "ring", "flash4", bounded=True) == "flash4"
+    assert named(2, "ulysses", "flash4", bounded=True) == "ulysses:flash4"
+    assert named(1, "ring", "flash4", documents=True) == "sdpa"
+    assert named(2, "ring", "flash4", bounded=True) == "ring:efficient"
