@@ -196,9 +196,9 @@ def whole_attention(
 ) -> torch.Tensor:
     """Causal attention when the whole sequence is here; [b, heads, s, d] in and out.
 
-    ``kernel`` is what it runs on when nothing but causality masks it (``flash4``: or a window or softcap), else PyTorch's
-    own dispatch decides. With ``softcap`` the scores are then stored, s x s of each head: no fused kernel of PyTorch has
-    it.
+    ``kernel`` is what it runs on when nothing but causality masks it (``flash4``: or a window, or softcap), else
+    PyTorch's own dispatch decides. With ``softcap`` the scores are then stored, s x s of each head: no fused kernel of
+    PyTorch has it.
     """
     heads, kv_heads = q_bhsd.shape[1], k_bhsd.shape[1]
     if kernel == "flash4" and documents is None:
