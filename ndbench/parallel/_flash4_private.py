@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import threading
 from importlib.metadata import distributions
 from typing import Any
@@ -135,8 +136,21 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, _dlse: torch.Tensor | No
 flash4.register_autograd(_differentiate, setup_context=_save)
 
 
+_MASK = {"softmax_scale", "causal", "window_size_left", "window_size_right", "softcap"}
+_KEYWORDS = {"_flash_attn_fwd": _MASK | {"return_lse"}, "_flash_attn_bwd": _MASK | {"deterministic"}}
+_TENSORS = {"_flash_attn_fwd": ["q", "k", "v"], "_flash_attn_bwd": ["q", "k", "v", "out", "dout", "lse"]}
+
+
 class _Functions:
+    """Of the package's module; raises ``ImportError`` where they are not those that this file calls."""
+
     def __init__(self, module: Any) -> None:
+        for name, tensors in _TENSORS.items():
+            parameters = list(inspect.signature(getattr(module, name)).parameters)
+            lacking = sorted(_KEYWORDS[name] - set(parameters))
+            if lacking or parameters[: len(tensors)] != tensors:
+                what = f"has no {', '.join(lacking)}" if lacking else f"takes {', '.join(parameters[: len(tensors)])}"
+                raise ImportError(f"its {name} {what}; tried with {', '.join(TRIED_FLASH_ATTN_4)}")
         self.forward, self.backward = module._flash_attn_fwd, module._flash_attn_bwd
 
 

@@ -5,11 +5,11 @@ On a GPU ``tests/context/test_alone.py`` runs the kernels themselves against flo
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -334,14 +334,43 @@ def test_its_version_is_recorded_where_it_is_installed(monkeypatch: pytest.Monke
 def test_the_installed_package_has_the_functions_that_are_called() -> None:
     if not _flash4_private.installed():
         pytest.skip("flash-attn-4 is not installed")
-    if error := _flash4_private.import_error():
-        pytest.skip(error)
-    functions = _flash4_private._functions()
-    given = {"q", "k", "v", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap"}
-    assert given | {"return_lse"} <= inspect.signature(functions.forward).parameters.keys()
-    wanted = given | {"out", "dout", "lse", "deterministic"}
-    assert wanted <= inspect.signature(functions.backward).parameters.keys()
-    first = list(inspect.signature(functions.backward).parameters)[:6]
-    assert first == ["q", "k", "v", "out", "dout", "lse"]
+    assert _flash4_private.import_error() is None
     if software()["flash-attn-4"] not in TRIED_FLASH_ATTN_4:
         pytest.skip(f"flash-attn-4 {software()['flash-attn-4']} has not been tried on a GPU")
+
+
+def forward(q, k, v, qv=None, softmax_scale=None, causal=False, softcap=None, window_size_left=None,
+            window_size_right=None, return_lse=False): ...  # fmt: skip
+
+
+def backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+             window_size_right=None, deterministic=False): ...  # fmt: skip
+
+
+def without_softcap(q, k, v, softmax_scale=None, causal=False, window_size_left=None, window_size_right=None,
+                    return_lse=False): ...  # fmt: skip
+
+
+def another_order(dout, q, k, v, out, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+                  window_size_right=None, deterministic=False): ...  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("functions", "said"),
+    [
+        ((forward, backward), None),
+        ((without_softcap, backward), "its _flash_attn_fwd has no softcap; tried with 4.0.0b36"),
+        ((forward, another_order), "its _flash_attn_bwd takes dout, q, k, v, out, lse; tried with 4.0.0b36"),
+    ],
+    ids=["as_tried", "keyword_gone", "another_order"],
+)
+def test_a_version_with_other_functions_is_not_used(
+    functions: Any, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = SimpleNamespace(_flash_attn_fwd=functions[0], _flash_attn_bwd=functions[1])
+    monkeypatch.setattr(_flash4_private, "_functions", lambda: _flash4_private._Functions(module))
+    _flash4_private.import_error.cache_clear()
+    try:
+        assert _flash4_private.import_error() == (said and f"ImportError: {said}")
+    finally:
+        _flash4_private.import_error.cache_clear()
