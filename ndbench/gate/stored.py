@@ -11,10 +11,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Unpack
 
-from ndbench.compare.result import UNFINISHED, Comparison, MetricVerdict, from_json
+from ndbench.compare.result import ACCEPTED, UNFINISHED, Comparison, MetricVerdict, from_json
 from ndbench.compare.verdict import compare
 from ndbench.config import GateConfig
 from ndbench.config import cell_id as identity
+from ndbench.report.facts import standing_of
 from ndbench.results.baseline import Acceptance, Accepted, accept, target_folder
 from ndbench.results.sessions import Baseline, baseline_of_run, read_baseline
 from ndbench.results.store import RunFolder, UnreadableFile, find_run, read_json
@@ -65,6 +66,17 @@ def verdict_of(run: RunFolder) -> Comparison:
     planned = sum(run.plan.get("repeats", {}).values()) if run.plan_path.is_file() else 0
     measured = f"{len(run.records())} of {planned} repeats are measured" if planned else "it has no plan"
     return dataclasses.replace(comparison, mode=UNFINISHED, exit_reason=f"no verdict yet: {measured}")
+
+
+def as_it_stands(run: RunFolder, comparison: Comparison) -> Comparison:
+    """The verdict for a reader of today: a run that had nothing to be compared with may be the reference by now."""
+    if set(comparison.counts) != {"no_baseline"} or comparison.mode in ("off", "ab", UNFINISHED):
+        return comparison
+    stands = standing_of(run.records(), run.path)
+    if stands is None or not {cell.name for cell in comparison.cells} <= set(stands.accepted):
+        return comparison
+    said = "there was no baseline: measured, not compared"
+    return dataclasses.replace(comparison, mode=ACCEPTED, exit_reason=said)
 
 
 def compare_two(

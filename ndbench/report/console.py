@@ -16,6 +16,7 @@ from ndbench.compare.result import CellVerdict, Comparison
 from ndbench.report import facts, peers, ranking
 from ndbench.report.facts import Plan
 from ndbench.report.plain import ascii_text, is_plain
+from ndbench.results.fit import Standing
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline
 
@@ -100,7 +101,8 @@ def print_comparison(
             legend = facts.few_line(comparison)
             if legend is not None:
                 _print(console, _Line(legend, "dim"))
-        _explain(console, comparison, plan, run_folder, answered, again)
+        stands = facts.standing_of(records, run_folder)
+        _explain(console, comparison, plan, run_folder, answered, again, stands)
         if draw:
             _draw(console, comparison, measured, plan, baseline)
         for text in ranking.layouts(comparison, plan) if not draw else ():
@@ -110,7 +112,10 @@ def print_comparison(
         for kind, reason, names in facts.folded(plan):
             listed = f"{', '.join(names[:8])}{_more(names, 8)}"
             _print(console, _Line(f"{kind} ({len(names)}): {reason}: {listed}", "dim"))
-        command = facts.accept_command(comparison, run_folder)
+        since = facts.accepted_line(stands)
+        if since is not None:
+            _print(console, _Line(since, wrap=False))
+        command = facts.accept_command(comparison, run_folder, stands)
         if command is not None:
             _print(console, _Line(f"to make this run the reference: {command}", wrap=False))
         if run_folder is not None:
@@ -231,6 +236,7 @@ def _explain(
     run_folder: str | Path | None,
     answered: set[str],
     command: str | None = None,
+    stands: Standing | None = None,
 ) -> None:
     """The reasons of every cell that is not a plain pass. The commands of the ``answered`` ones stand above already."""
     cells = facts.to_explain(comparison)
@@ -246,7 +252,7 @@ def _explain(
         again = command or facts.reproduce_command(plan, cell.name)
         if again is not None and cell.verdict in ("regressed", "invalid") and cell.name not in answered:
             _print(console, _Line(f"measure it again: {again}", indent=2, wrap=False))
-        accept = facts.deliberate_command(comparison, cell, run_folder)
+        accept = facts.deliberate_command(comparison, cell, run_folder, stands)
         if accept is not None:
             _print(console, _Line(f"if it is meant to be so: {accept}", indent=2, wrap=False))
     if len(cells) > MAX_EXPLAINED:

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ndbench.compare.memory import said_bytes
-from ndbench.compare.result import UNFINISHED, VERDICTS, CellVerdict, Comparison, Current
+from ndbench.compare.result import ACCEPTED, UNFINISHED, VERDICTS, CellVerdict, Comparison, Current
 from ndbench.compare.statistics import MIN_REPEATS
 from ndbench.report.intervals import few, interval_of
 from ndbench.report.tracker import known_secrets
 from ndbench.report.wandb_runs import without_secrets
+from ndbench.results.fit import Standing, standing
+from ndbench.results.schema import Record
 
 Plan = Mapping[str, Any]
 WORDS = {"no_baseline": "no baseline"}
@@ -51,6 +53,8 @@ def headline(comparison: Comparison) -> str:
     plural = "" if total == 1 else "s"
     if comparison.mode == UNFINISHED:
         return f"NOT FINISHED: {total} cell{plural} of {comparison.suite}"
+    if comparison.mode == ACCEPTED:
+        return f"ACCEPTED: {total} cell{plural} of {comparison.suite}, the reference since"
     if set(comparison.counts) == {"no_baseline"}:
         return f"NO BASELINE: {total} cell{plural} of {comparison.suite}, compared with nothing yet"
     words = {"no_baseline": "without a baseline"}
@@ -76,6 +80,8 @@ def baseline_line(comparison: Comparison) -> str:
     if comparison.mode == UNFINISHED:
         return "baseline: not compared yet, that comes at the end of a run"
     if comparison.baseline is None:
+        if comparison.mode == ACCEPTED:
+            return "baseline: none when it was measured"
         return "baseline: off (gate.mode=off)" if comparison.mode == "off" else "baseline: none yet"
     newest = f", the newest {age(comparison.newest_days)} old" if comparison.newest_days is not None else ""
     plural = "" if comparison.sessions == 1 else "s"
@@ -208,18 +214,45 @@ def listed(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + rest
 
 
-def accept_command(comparison: Comparison, run_folder: str | Path | None = None) -> str | None:
-    """The command that makes this run a reference, where that is a sensible next step; else null."""
+def standing_of(records: Sequence[Record], run_folder: str | Path | None) -> Standing | None:
+    """How the run stands to the baseline that the command printed for it would add to; null without records."""
+    if not records or run_folder is None:
+        return None
+    folder = Path(run_folder)
+    return standing(records, folder.parent.parent if folder.parent.name == "runs" else "results")
+
+
+def accept_command(
+    comparison: Comparison, run_folder: str | Path | None = None, stands: Standing | None = None
+) -> str | None:
+    """The command that makes this run a reference, where that is a sensible next step and, as far as ``stands`` says,
+    would not be refused; else null."""
     acceptable = [cell for cell in comparison.cells if cell.current is not None and cell.current.ok_repeats]
     wanted = ("no_baseline", "new", "improved", "incomparable", "inconclusive")
+    acceptable = [cell for cell in acceptable if stands is None or stands.takes(cell.name)]
     if comparison.mode in ("off", "ab", UNFINISHED) or not any(cell.verdict in wanted for cell in acceptable):
         return None
     return f'ndbench baseline accept {run_argument(comparison, run_folder)} --reason "…"'
 
 
-def deliberate_command(comparison: Comparison, cell: CellVerdict, run_folder: str | Path | None = None) -> str | None:
-    """The command that accepts a regressed or missing cell on purpose; null for any other."""
+def accepted_line(stands: Standing | None) -> str | None:
+    """Which cells of the run are part of the baseline since; null for none."""
+    if stands is None or stands.session is None or not stands.accepted:
+        return None
+    return f"accepted since, as {stands.session}: {listed(stands.accepted)}"
+
+
+def deliberate_command(
+    comparison: Comparison,
+    cell: CellVerdict,
+    run_folder: str | Path | None = None,
+    stands: Standing | None = None,
+) -> str | None:
+    """The command that accepts a regressed or missing cell on purpose; null for any other, and where ``stands`` says
+    that it would be refused."""
     if cell.verdict not in ("regressed", "missing") or comparison.mode in ("ab", UNFINISHED):
+        return None
+    if stands is not None and not stands.takes(cell.name):
         return None
     run = run_argument(comparison, run_folder)
     return f'ndbench baseline accept {run} --cells {shlex.quote(cell.name)} --reason "…"'

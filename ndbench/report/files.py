@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ndbench.compare.result import Comparison
 from ndbench.report import html as page
-from ndbench.results.baseline import hardware_key
+from ndbench.results.fit import hardware_key
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline, read_baseline
 from ndbench.results.store import RunFolder

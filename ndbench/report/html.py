@@ -59,7 +59,8 @@ def render(
     except ImportError as error:
         raise ValueError(f"an HTML report needs {error.name}: pip install 'ndbench[report]'") from error
     measured = page_facts.measured_cells(records, comparison, plan)
-    rows, prints = page_facts.rows(measured, comparison, plan, baseline, run_folder)
+    stands = facts.standing_of(records, run_folder)
+    rows, prints = page_facts.rows(measured, comparison, plan, baseline, run_folder, stands)
     drawn: dict[str, Figure] = {}
     overview = _overview(measured, drawn)
     for row in rows:
@@ -87,7 +88,8 @@ def render(
         findings=page_facts.findings(measured, comparison, plan, baseline),
         remarks=[facts.printable(text) for text in facts.remarks(comparison)],
         few=facts.few_line(comparison),
-        accept=facts.accept_command(comparison, run_folder),
+        accept=facts.accept_command(comparison, run_folder, stands),
+        accepted=facts.accepted_line(stands),
         measure=_measure_command(plan),
         rows=rows,
         verdicts=list(comparison.counts),

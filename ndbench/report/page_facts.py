@@ -18,6 +18,7 @@ from ndbench.report.facts import Plan
 from ndbench.report.figures import Measured
 from ndbench.report.figures_cells import HERE, Point
 from ndbench.report.intervals import few, interval_of
+from ndbench.results.fit import Standing
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline
 
@@ -97,6 +98,7 @@ def rows(
     plan: Plan | None,
     baseline: Baseline | None,
     run_folder: str | Path | None,
+    stands: Standing | None = None,
 ) -> tuple[list[Row], list[Fingerprint]]:
     verdicts = {cell.name: cell for cell in comparison.cells}
     prints: dict[str, tuple[int, dict[str, dict[str, str]]]] = {}
@@ -128,7 +130,7 @@ def rows(
                 loss=verdict.current.loss_last if verdict.current else None,
                 repeats=_repeats(verdict),
                 sentences=[facts.printable(text) for text in facts.sentences(verdict)],
-                commands=commands(comparison, verdict, plan, run_folder),
+                commands=commands(comparison, verdict, plan, run_folder, stands),
                 log=facts.tail(verdict.current.log_tail, LOG_LINES) if verdict.current else [],
                 collectives=_collectives(cell),
                 yardstick=_yardstick(cell),
@@ -181,7 +183,11 @@ def _yardstick(cell: Measured) -> str:
 
 
 def commands(
-    comparison: Comparison, cell: CellVerdict, plan: Plan | None, run_folder: str | Path | None
+    comparison: Comparison,
+    cell: CellVerdict,
+    plan: Plan | None,
+    run_folder: str | Path | None,
+    stands: Standing | None = None,
 ) -> list[tuple[str, str]]:
     """Every command that reproduces the row or acts on it."""
     found = []
@@ -192,7 +198,7 @@ def commands(
         found.append(("what it is, without measuring", show))
     compare = facts.run_argument(comparison, run_folder)
     found.append(("decide anew, against the baseline as it is now", f"ndbench compare {compare}"))
-    accept = facts.deliberate_command(comparison, cell, run_folder)
+    accept = facts.deliberate_command(comparison, cell, run_folder, stands)
     if accept is not None:
         found.append(("if it is meant to be so", accept))
     return found

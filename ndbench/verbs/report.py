@@ -10,13 +10,13 @@ from ndbench.verbs.output import print_comparison
 
 def main(args: argparse.Namespace) -> int:
     from ndbench.compare.result import UNFINISHED
-    from ndbench.gate.stored import verdict_of
+    from ndbench.gate.stored import as_it_stands, verdict_of
     from ndbench.report.facts import resume_command
     from ndbench.results.store import find_run, write_text
 
     run = find_run(args.words[0], args.results_dir or Path("results"))
     plan = run.plan if run.plan_path.is_file() else None
-    comparison = verdict_of(run)
+    comparison = as_it_stands(run, verdict_of(run))
     if comparison.mode == UNFINISHED and plan is not None:
         comparison.notes.insert(0, f"if nothing measures it any more, go on with: {resume_command(run.path)}")
     if args.html is not None or args.png is not None:
