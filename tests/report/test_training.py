@@ -59,9 +59,7 @@ def test_the_header_says_that_tokens_are_synthetic(tmp_path: Path) -> None:
     assert "\ndata=markov: synthetic tokens" in stream.getvalue()
 
 
-def test_the_speed_of_a_line_is_the_mean_since_the_line_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_speed_of_a_line_is_the_mean_since_the_line_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of one step: beside the time that is left it would contradict it."""
     view, stream = view_of(tmp_path, 10)
     grow(tmp_path, 1, seconds=60.0, tokens_per_second=1.0)  # compiles
