@@ -18,7 +18,7 @@ from ndbench.config import cell_id as identity
 from ndbench.report.facts import standing_of
 from ndbench.results.baseline import Acceptance, Accepted, accept, target_folder
 from ndbench.results.sessions import Baseline, baseline_of_run, read_baseline
-from ndbench.results.store import RunFolder, UnreadableFile, find_run, read_json
+from ndbench.results.store import PairsFolder, RunFolder, UnreadableFile, find_run, read_json
 
 
 def compare_run(
@@ -63,6 +63,10 @@ def verdict_of(run: RunFolder) -> Comparison:
         except ValueError as error:
             raise UnreadableFile(f"cannot read {run.verdict_path}: {error} (ndbench compare decides anew)") from error
     comparison = compare_run(run, None)
+    if isinstance(run, PairsFolder):
+        said = run.pairs.get("stopped") or ["no pair is kept"]
+        text = "no verdict yet: stopped in the middle, or still measured"
+        return dataclasses.replace(comparison, mode=UNFINISHED, exit_reason=text, notes=[*said, *comparison.notes])
     planned = sum(run.plan.get("repeats", {}).values()) if run.plan_path.is_file() else 0
     measured = f"{len(run.records())} of {planned} repeats are measured" if planned else "it has no plan"
     return dataclasses.replace(comparison, mode=UNFINISHED, exit_reason=f"no verdict yet: {measured}")

@@ -71,6 +71,8 @@ def exit_line(comparison: Comparison) -> str:
 def brief_exit_line(comparison: Comparison) -> str:
     """Without its names where they are long: they stand in the table, and the first screen is for the answers."""
     line = exit_line(comparison)
+    if comparison.mode == UNFINISHED:
+        return line
     what, colon, _ = comparison.exit_reason.partition(": ")
     return f"exit {comparison.exit_code}: {what}: see the table" if colon and len(line) > CLIPPED else line
 

@@ -47,8 +47,10 @@ def render(
     baseline: Baseline | None = None,
     run_folder: str | Path | None = None,
     remarks: Sequence[str] = (),
+    again: str | None = None,
 ) -> str:
-    """The whole page. ``baseline`` is for the history of each cell; ``remarks`` are shown beside the run's notes.
+    """The whole page. ``baseline`` is for the history of each cell; ``remarks`` are shown beside the run's notes;
+    ``again`` is the command to repeat, where it is not the plan's.
 
     Raises ``ValueError`` naming the extra to install when Jinja2 or Plotly is absent.
     """
@@ -60,7 +62,7 @@ def render(
         raise ValueError(f"an HTML report needs {error.name}: pip install 'ndbench[report]'") from error
     measured = page_facts.measured_cells(records, comparison, plan)
     stands = facts.standing_of(records, run_folder)
-    rows, prints = page_facts.rows(measured, comparison, plan, baseline, run_folder, stands)
+    rows, prints = page_facts.rows(measured, comparison, plan, baseline, run_folder, stands, again)
     drawn: dict[str, Figure] = {}
     overview = _overview(measured, drawn)
     for row in rows:
@@ -85,12 +87,12 @@ def render(
         exit_line=facts.brief_exit_line(comparison),
         baseline_line=facts.baseline_line(comparison),
         notes=[facts.printable(note) for note in [*comparison.notes, *remarks]],
-        findings=page_facts.findings(measured, comparison, plan, baseline),
+        findings=page_facts.findings(measured, comparison, plan, baseline, again),
         remarks=[facts.printable(text) for text in facts.remarks(comparison)],
         few=facts.few_line(comparison),
         accept=facts.accept_command(comparison, run_folder, stands),
         accepted=facts.accepted_line(stands),
-        measure=_measure_command(plan),
+        measure=again or _measure_command(plan),
         rows=rows,
         verdicts=list(comparison.counts),
         word=facts.word,

@@ -99,6 +99,7 @@ def rows(
     baseline: Baseline | None,
     run_folder: str | Path | None,
     stands: Standing | None = None,
+    command: str | None = None,
 ) -> tuple[list[Row], list[Fingerprint]]:
     verdicts = {cell.name: cell for cell in comparison.cells}
     prints: dict[str, tuple[int, dict[str, dict[str, str]]]] = {}
@@ -130,7 +131,9 @@ def rows(
                 loss=verdict.current.loss_last if verdict.current else None,
                 repeats=_repeats(verdict),
                 sentences=[facts.printable(text) for text in facts.sentences(verdict)],
-                commands=commands(comparison, verdict, plan, run_folder, stands),
+                commands=commands(comparison, verdict, plan, run_folder, stands)
+                if command is None
+                else [("both sides again", command)],
                 log=facts.tail(verdict.current.log_tail, LOG_LINES) if verdict.current else [],
                 collectives=_collectives(cell),
                 yardstick=_yardstick(cell),
