@@ -79,6 +79,8 @@ class Current:
     mfu: float | None = None
     reason: str | None = None
     log_tail: str | None = None
+    engine: str | None = None
+    """``engine.name``; null in verdicts that were written before it was kept."""
 
 
 @dataclass(frozen=True)

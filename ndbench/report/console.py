@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ndbench.compare.result import CellVerdict, Comparison
 from ndbench.report import facts, peers, ranking
+from ndbench.report.cells import speed_title, under
 from ndbench.report.facts import Plan
 from ndbench.report.plain import ascii_text, is_plain
 from ndbench.results.fit import Standing
@@ -77,10 +78,11 @@ def print_comparison(
     ``baseline`` tells since when; ``draw`` adds the drawings of the ``records``; ``again`` is the command to
     repeat where it is not the plan's.
     """
-    from ndbench.report import page_facts
-    from ndbench.report.output import make_console
+    from rich.console import Console
 
-    console = console or make_console(80)
+    from ndbench.report import page_facts
+
+    console = console or Console(highlight=False)
     measured = page_facts.measured_cells(records, comparison, plan)
     head = [
         _Line(facts.headline(comparison), STYLES.get(comparison.verdict, "")),
@@ -185,18 +187,19 @@ def _table(cells: list[CellVerdict], console: Console) -> Table:
     from rich.text import Text
 
     rows = [facts.row(cell) for cell in cells]
+    speed = speed_title(cells)
     wide = console.width >= WIDE
-    layouts = wide and any(row.layout not in ("", row.cell) for row in rows)
+    layouts = wide and any(row.layout not in ("", cell.name) for cell, row in zip(cells, rows, strict=True))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
     table.add_column("cell", overflow="fold", min_width=8)
     if layouts:
         table.add_column("layout", overflow="fold")
     # names are folded, figures never: one cut short would be another figure
-    for title in ("tokens/s", "change", "peak mem", "last loss")[: 4 if console.width >= NARROW else 2]:
+    for title in (speed, "change", "peak mem", "last loss")[: 4 if console.width >= NARROW else 2]:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for cell, row in zip(cells, rows, strict=True):
-        tokens = f"{row.tokens} {row.spread}".rstrip()
+        tokens = f"{under(speed, row.tokens)} {row.spread}".rstrip()
         change = f"{row.change} {row.interval}".rstrip() if wide else row.change
         figures = [tokens, change, row.memory, row.loss][: 4 if console.width >= NARROW else 2]
         texts = [row.cell, *([row.layout] if layouts else []), *figures]

@@ -16,6 +16,7 @@ from typing import Any
 from ndbench.compare.memory import said_bytes
 from ndbench.compare.result import ACCEPTED, UNFINISHED, VERDICTS, CellVerdict, Comparison, Current
 from ndbench.compare.statistics import MIN_REPEATS
+from ndbench.report.cells import named
 from ndbench.report.intervals import few, interval_of
 from ndbench.report.tracker import known_secrets
 from ndbench.report.wandb_runs import without_secrets
@@ -32,6 +33,7 @@ class Row:
     """One cell of the table, as text; empty where there is nothing to show."""
 
     cell: str
+    """Its name, and the engine beside it where that is not the bundled one."""
     layout: str
     tokens: str
     spread: str
@@ -108,9 +110,19 @@ def row(cell: CellVerdict) -> Row:
     if current is None or current.step_seconds is current.tokens_per_second is None:
         outcome = current.outcome if current is not None and current.outcome != "ok" else "-"
         layout = (current.layout if current is not None else None) or ""
-        return Row(cell.name, layout, outcome, "", "", "", "", "", word(cell.verdict))
+        return Row(
+            named(cell.name, current.engine if current else None),
+            layout,
+            outcome,
+            "",
+            "",
+            "",
+            "",
+            "",
+            word(cell.verdict),
+        )
     return Row(
-        cell=cell.name,
+        cell=named(cell.name, current.engine),
         layout=current.layout or "",
         tokens=_speed(current),
         spread=_spread(current),

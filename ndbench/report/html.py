@@ -16,6 +16,7 @@ from typing import Any
 from ndbench.compare.memory import said_bytes
 from ndbench.compare.result import Comparison
 from ndbench.report import facts, figures, figures_cells, figures_layouts, page_facts, pictures
+from ndbench.report.cells import speed_title, under
 from ndbench.report.facts import Plan
 from ndbench.report.figures import Figure, Measured
 from ndbench.report.tracker import known_secrets
@@ -96,6 +97,8 @@ def render(
         rows=rows,
         verdicts=list(comparison.counts),
         word=facts.word,
+        speed=speed_title(comparison.cells),
+        under=under,
         marks=MARKS,
         overview=overview,
         drawn=drawn,

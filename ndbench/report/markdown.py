@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ndbench.compare.result import CellVerdict, Comparison
 from ndbench.report import facts, page_facts, peers, ranking
+from ndbench.report.cells import speed_title, under
 from ndbench.report.facts import Plan
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline
@@ -137,14 +138,15 @@ def _listed(names: list[str], most: int = 50) -> str:
 
 
 def _table(cells: list[CellVerdict]) -> str:
-    lines = ["| | cell | layout | tokens/s | change | peak memory | last loss | verdict |"]
+    speed = speed_title(cells)
+    lines = [f"| | cell | layout | {speed} | change | peak memory | last loss | verdict |"]
     lines.append("|---|---|---|---:|---:|---:|---:|---|")
     for cell in cells:
         row = facts.row(cell)
         values = [
             row.cell,
             row.layout,
-            f"{row.tokens} {row.spread}",
+            f"{under(speed, row.tokens)} {row.spread}",
             f"{row.change} {row.interval}",
             row.memory,
             row.loss,

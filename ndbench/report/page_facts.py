@@ -14,6 +14,7 @@ from typing import Any
 from ndbench.compare.memory import said_bytes
 from ndbench.compare.result import CellVerdict, Comparison, MetricVerdict
 from ndbench.report import facts, figures
+from ndbench.report.cells import engine_of, model_of
 from ndbench.report.facts import Plan
 from ndbench.report.figures import Measured
 from ndbench.report.figures_cells import HERE, Point
@@ -52,6 +53,8 @@ class Row:
     index: int
     shown: facts.Row
     verdict: str
+    engine: str
+    """Empty for the bundled one."""
     model: str
     world: int
     per_device: float | None
@@ -122,7 +125,8 @@ def rows(
                 index=index,
                 shown=facts.row(verdict),
                 verdict=verdict.verdict,
-                model=str((cell.cell.get("model") or {}).get("name", "")),
+                engine=engine_of(cell.name, cell.cell.get("engine")),
+                model=model_of(cell.cell),
                 world=cell.world,
                 per_device=cell.per_device,
                 tokens=cell.mean("tokens_per_second"),

@@ -13,6 +13,7 @@ from typing import Any
 from ndbench.compare.memory import said_bytes
 from ndbench.compare.result import CellVerdict, Comparison
 from ndbench.report import facts
+from ndbench.report.cells import SCRIPT
 from ndbench.report.facts import Plan
 from ndbench.report.intervals import few
 
@@ -65,7 +66,11 @@ def _titles(workloads: Sequence[str]) -> dict[str, str]:
         workload: (found.get("model.name", "?"), found.get("training.sequence_length", "?"))
         for workload, found in facts_of.items()
     }
-    titles = {workload: f"{model}, {tokens} tokens" for workload, (model, tokens) in parts.items()}
+    titles = {
+        # the model and data of a script are not in the configuration
+        workload: f"{model}, {tokens} tokens" if facts_of[workload].get("engine.command", "null") == "null" else SCRIPT
+        for workload, (model, tokens) in parts.items()
+    }
     apart = len(set(titles.values()))
     for key in keys:
         if apart == len(workloads):

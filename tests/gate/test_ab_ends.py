@@ -88,7 +88,7 @@ def test_report_latest_finds_an_ab_with_its_own_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     RunFolder.create(tmp_path, "20200101-000000-aaaaaa")
-    said, code = an_ab(monkeypatch, tmp_path, ends_after=None)
+    _said, code = an_ab(monkeypatch, tmp_path, ends_after=None)
     assert code == 1
     page = tmp_path / "out.html"
     for flags in ([], ["--markdown", "-"], ["--html", str(page)]):
