@@ -202,7 +202,10 @@ def test_what_this_machine_cannot_hold_is_not_shown_as_a_cell(
     assert json.loads(shown.out)["cells"] == [] == would_run.cells
     reasons = {entry["name"]: entry["reason"] for entry in json.loads(shown.out)["skipped"]}
     assert reasons == {cell.name: reason for cell, reason in would_run.skipped}
-    assert "for 8 ranks, this machine has 68.7 GB" in reasons["fsdp8"]
+    assert "GiB for 8 ranks, this machine has 64.0 GiB" in reasons["fsdp8"]
+    table = ndbench("show", *argv).out
+    assert table.count("A cell fits when its estimate is no more than all of the memory") == 1
+    assert " GB" not in table
 
 
 def test_a_machine_that_is_named_is_planned_for_from_anywhere(ndbench: Command) -> None:
