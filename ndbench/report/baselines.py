@@ -36,14 +36,20 @@ def baseline_at(name: str | Path | None, results_dir: str | Path = "results") ->
     raise ValueError(f"{len(matching)} baselines{wanted} below {root}; stored there: {listed}")
 
 
+LONGEST_NAME, LEAST_OF_A_REASON = 12, 16
+"""Letters of who accepted a session, and of why, in a list of a line each."""
+
+
 def _say(console: Console, text: str, style: str = "") -> None:
     from rich.text import Text
 
     console.print(Text(printable(text), style=style, overflow="fold"))
 
 
-def print_list(found: Sequence[Mapping[str, Any]], results_dir: str | Path, console: Console) -> None:
-    """Every baseline with its sessions, oldest first."""
+def print_list(
+    found: Sequence[Mapping[str, Any]], results_dir: str | Path, console: Console, here: str | None = None
+) -> None:
+    """Every baseline with its sessions, oldest first, a line each; those of the hardware file ``here`` come first."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -51,30 +57,47 @@ def print_list(found: Sequence[Mapping[str, Any]], results_dir: str | Path, cons
     if not found:
         _say(console, f'no baseline below {Path(results_dir) / "baselines"}: ndbench baseline accept RUN --reason "…"')
         return
-    for entry in found:
-        _say(console, f"{entry['hardware']}/{entry['suite']}  ({entry['folder']})", "bold")
+    mine = [entry for entry in found if here is not None and _is_of(entry["hardware"], here)]
+    for entry in [*mine, *(entry for entry in found if entry not in mine)]:
+        head = f"{entry['hardware']}/{entry['suite']}  ({entry['folder']})"
+        console.print(Text(printable(head), style="bold"), soft_wrap=True)
         table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
         for column in ("session", "age", "cells", "torch", "by", "reason"):
-            table.add_column(column, overflow="fold", no_wrap=column in ("age", "cells"))
-        for session in entry["sessions"]:
-            texts = (
+            table.add_column(column, no_wrap=True)
+        rows = [
+            (
                 session["session"],
                 age(session["age_days"]),
                 str(len(session["cells"])),
-                str(session["software"].get("torch", "")),
-                session["by"] or "",
-                session["reason"] + _marks(session),
+                str(session["software"].get("torch", "")).partition("+")[0],
+                _cut(session["by"] or "", LONGEST_NAME),
+                " ".join(f"{_marks(session)} {session['reason']}".split()),
             )
+            for session in entry["sessions"]
+        ]
+        used = sum(3 + max(len("cells"), *(len(row[column]) for row in rows)) for column in range(5))
+        for *facts, reason in rows:
+            texts = (*facts, _cut(reason, max(LEAST_OF_A_REASON, console.width - used)))
             table.add_row(*(Text(printable(text)) for text in texts))
         console.print(table)
         console.print()
+    _say(console, "a whole reason: ndbench baseline show NAME --session SESSION", "dim")
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
+
+
+def _is_of(folder: str, hardware: str) -> bool:
+    """Whether a baseline's folder (``h100_x8``) is one of a hardware file (``h100``)."""
+    return folder == hardware or folder.rpartition("_x")[0] == hardware
 
 
 def _marks(session: Mapping[str, Any]) -> str:
     """``[new level: fsdp8]`` and the like: what the session changed about earlier ones."""
     names = {"restarted": "new level", "improved": "improved", "retired": "retired"}
     said = [f"{word}: {', '.join(session[key])}" for key, word in names.items() if session[key]]
-    return f" [{'; '.join(said)}]" if said else ""
+    return f"[{'; '.join(said)}]" if said else ""
 
 
 def print_session(described: Mapping[str, Any], console: Console) -> None:
@@ -86,7 +109,7 @@ def print_session(described: Mapping[str, Any], console: Console) -> None:
     commit = (described["commit"] or "unknown commit")[:12] + (" (dirty)" if described["dirty"] else "")
     _say(console, f"session {described['session']} of {described['source']}", "bold")
     _say(console, f"accepted {described['accepted']} by {described['by'] or 'unknown'}, from {commit}")
-    _say(console, f"reason: {described['reason']}{_marks(described)}")
+    _say(console, f"reason: {described['reason']} {_marks(described)}".strip())
     _say(console, "software: " + ", ".join(f"{key} {value}" for key, value in described["software"].items() if value))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
     for column in ("cell", "repeats", "outcome", "tokens/s", "peak mem", "last loss"):
