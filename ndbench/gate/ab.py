@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from ndbench.compare.exits import unwritten
 from ndbench.compare.result import Comparison
 from ndbench.compare.verdict import compare
 from ndbench.config import Cell
@@ -231,16 +232,20 @@ def _finish(
     again: str,
     console: Console,
 ) -> int:
+    summary = render(comparison, again=again)
+    try:
+        write_text(folder / "summary.md", summary)
+        write_text(folder / "junit.xml", junit.render(comparison))
+        _write_pairs(folder, sides, confirmed, again)
+        write_json(folder / "verdict.json", comparison.to_json())
+    except OSError as error:  # a full disk: the exit code that is printed is the one that is returned
+        print_comparison(unwritten(comparison, error), again=again, console=console)
+        raise
     print_comparison(comparison, again=again, console=console)
     _say(console, f"both sides' records, pairs.json, verdict.json: {folder}")
-    summary = render(comparison, again=again)
-    write_text(folder / "summary.md", summary)
     step_summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if step_summary:
         append_step_summary(step_summary, summary)
     if os.environ.get("GITHUB_ACTIONS") == "true":
         annotate(comparison)
-    write_text(folder / "junit.xml", junit.render(comparison))
-    _write_pairs(folder, sides, confirmed, again)
-    write_json(folder / "verdict.json", comparison.to_json())
     return comparison.exit_code

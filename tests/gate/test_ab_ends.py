@@ -141,3 +141,18 @@ def test_each_pair_says_how_long_the_next_decision_takes(monkeypatch: pytest.Mon
     )
     assert lines[0].endswith("about 2 min 30 s to the next decision")
     assert "next decision" not in lines[5]
+
+
+def test_an_ab_whose_files_cannot_be_written_prints_the_code_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed: list[int] = []
+    monkeypatch.setattr(ab, "print_comparison", lambda comparison, **_: printed.append(comparison.exit_code))
+
+    def full(path: Path, _text: Any) -> None:
+        raise OSError(28, f"cannot write {path}: No space left on device")
+
+    monkeypatch.setattr(ab, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        an_ab(monkeypatch, tmp_path, ends_after=None)
+    assert printed == [2]
