@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ndbench.compare.statistics import MIN_SESSIONS
+from ndbench.counted import counted
 from ndbench.report.facts import age, printable
 from ndbench.results.baseline import Accepted
+from ndbench.results.sessions import stored_suites
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,11 +22,10 @@ def baseline_at(name: str | Path | None, results_dir: str | Path = "results") ->
     Raises ``ValueError`` naming the stored baselines when there is none or there are several.
     """
     root = Path(results_dir) / "baselines"
-    found = sorted({path.parent.parent for path in root.glob("*/*/*/session.json") if "/." not in path.as_posix()})
-    names = {"/".join(folder.relative_to(root).parts): folder for folder in found}
+    names = {"/".join(folder.relative_to(root).parts): folder for folder in stored_suites(root)}
     if name is not None:
         for folder in (Path(name), root / name):
-            if folder.is_dir() and (any(folder.glob("*/session.json")) or (folder / "session.json").is_file()):
+            if folder.is_dir() and (any(folder.glob("*/*.json")) or (folder / "session.json").is_file()):
                 return folder
         matching = [key for key in names if str(name) in key.split("/")]
     else:
@@ -151,8 +152,7 @@ def _loss(metrics: Mapping[str, Sequence[float | None]]) -> str:
 def print_accepted(accepted: Accepted, console: Console) -> None:
     """What :func:`ndbench.results.baseline.accept` took, what it held back and why."""
     if accepted.cells:
-        plural = "s" * (len(accepted.cells) != 1)
-        _say(console, f"accepted {len(accepted.cells)} cell{plural}: {', '.join(accepted.cells)}", "green")
+        _say(console, f"accepted {counted(len(accepted.cells), 'cell')}: {', '.join(accepted.cells)}", "green")
     if accepted.already:
         _say(console, f"accepted before, unchanged: {', '.join(accepted.already)}")
     if accepted.suspects:
@@ -166,7 +166,7 @@ def print_accepted(accepted: Accepted, console: Console) -> None:
     few = min(accepted.sessions.values(), default=MIN_SESSIONS)
     if few < MIN_SESSIONS:
         more = MIN_SESSIONS - few
-        what = f"{more} more accepted run{'s' * (more != 1)} will tell how runs differ"
+        what = f"{counted(more, 'more accepted run')} will tell how runs differ"
         _say(console, f"{few} of {MIN_SESSIONS}: {what}; until then only a step twice as long is red")
     held = accepted.cells or accepted.already or accepted.retired
     _say(console, f"session: {accepted.folder}" if held else "nothing was accepted: the baseline is as it was")
@@ -174,6 +174,5 @@ def print_accepted(accepted: Accepted, console: Console) -> None:
 
 def print_pruned(removed: Sequence[str], folder: Path, console: Console) -> None:
     kept = len(list(folder.glob("*/session.json")))
-    plural = "s" * (len(removed) != 1)
-    what = f"removed {len(removed)} session{plural}: {', '.join(removed)}" if removed else "nothing to remove"
+    what = f"removed {counted(len(removed), 'session')}: {', '.join(removed)}" if removed else "nothing to remove"
     _say(console, f"{what}; {kept} stay in {folder}")

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+from ndbench.counted import counted
 from ndbench.results.fit import by_cell, hardware_key, unfit
 from ndbench.results.schema import SCHEMA_VERSION, Record
 from ndbench.results.sessions import (
@@ -27,6 +28,7 @@ from ndbench.results.sessions import (
     Session,
     baseline_folder,
     read_baseline,
+    stored_suites,
 )
 from ndbench.results.store import RunFolder, check_name, find_run, read_json
 from ndbench.results.writing import add_cells, locked
@@ -196,9 +198,7 @@ def list_baselines(results_dir: str | Path = "results") -> list[dict[str, Any]]:
     """Every stored baseline: hardware, suite, folder, and its sessions (as :func:`describe` has them), oldest first."""
     root = Path(results_dir) / "baselines"
     found = []
-    for folder in sorted({path.parent.parent for path in root.glob("*/*/*/session.json")}):
-        if any(part.startswith(".") for part in folder.relative_to(root).parts):
-            continue
+    for folder in stored_suites(root):
         baseline = read_baseline(folder)
         found.append(
             {
@@ -238,7 +238,9 @@ def show(baseline: Baseline, session: str | None = None) -> dict[str, Any]:
     matching = [s for s in baseline.sessions if session is None or s.session.startswith(session)]
     if not matching or (session is not None and len(matching) > 1):
         known = ", ".join(s.session for s in baseline.sessions) or "none"
-        raise ValueError(f"{len(matching)} sessions of {baseline.source} match '{session}'; there are: {known}")
+        raise ValueError(
+            f"{counted(len(matching), 'session')} of {baseline.source} match '{session}'; there are: {known}"
+        )
     chosen = matching[-1]
     metrics = {
         name: {

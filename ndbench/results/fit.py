@@ -13,7 +13,7 @@ from typing import Any
 
 from ndbench.counted import counted
 from ndbench.results.schema import Record
-from ndbench.results.sessions import baseline_folder, read_baseline
+from ndbench.results.sessions import baseline_folder, holds_sessions, read_baseline
 from ndbench.results.store import hardware_folder
 
 
@@ -87,7 +87,7 @@ def standing(records: Sequence[Record], results_dir: str | Path) -> Standing:
     refused = {name: why for name, group in cells.items() if (why := unfit(group)) is not None}
     folder = baseline_folder(results_dir, hardware_key(records), records[0]["suite"])
     try:
-        sessions = read_baseline(folder).sessions if folder.is_dir() and any(folder.glob("*/session.json")) else []
+        sessions = read_baseline(folder).sessions if holds_sessions(folder) else []
     except ValueError as error:  # what accepting would say, too
         return Standing(refused, problem=str(error))
     own = next((session for session in sessions if session.session == records[0]["session"]), None)
