@@ -13,6 +13,7 @@ from ndbench.compare.comparability import Reference, code_change, is_accelerator
 from ndbench.compare.doubts import doubt
 from ndbench.compare.result import MetricVerdict
 from ndbench.compare.throughput import gate_rule, log_step_time
+from ndbench.counted import counted, were
 from ndbench.results.fit import handicap_of
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline
@@ -31,7 +32,7 @@ def notes_on(
     """The notes of one cell, each a full sentence."""
     notes: list[str] = []
     if planned is not None and 0 < len(records) < planned:
-        notes.append(f"{len(records)} of {planned} planned repeats were measured")
+        notes.append(f"{len(records)} of {counted(planned, 'planned repeat')} {were(len(records))} measured")
     if (doubtful := doubt(records)) is not None:
         notes.append(doubtful)
     if found is None or not found.sessions or not records:
@@ -107,7 +108,7 @@ def yardstick_note(records: Sequence[Record], found: Reference, metrics: Sequenc
         return None
     return (
         f"the yardstick moved too ({math.expm1(shift):+.0%} time for fixed work, the cell {math.expm1(effect):+.0%}): "
-        "the machine changed, not only the code"
+        "the machine may have changed, not only the code"
     )
 
 

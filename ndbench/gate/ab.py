@@ -19,6 +19,7 @@ from ndbench.compare.exits import unwritten
 from ndbench.compare.result import Comparison
 from ndbench.compare.verdict import compare
 from ndbench.config import Cell
+from ndbench.counted import counted
 from ndbench.gate.loop import Confirmed, confirm, confirm_rule, so_far
 from ndbench.gate.pairs import Bench, by_turns
 from ndbench.gate.refs import HERE, Side, importable, open_side, uncommitted
@@ -168,7 +169,7 @@ def _renamed(records: list, names: set[str]) -> list:  # type: ignore[type-arg]
 
 
 def _announce(cells: dict[str, tuple[Cell, Cell]], sides: Sequence[Side], console: Console) -> None:
-    said = f"base {sides[0].ref}, head {sides[1].ref}: {len(cells)} cell{'s' * (len(cells) != 1)}"
+    said = f"base {sides[0].ref}, head {sides[1].ref}: {counted(len(cells), 'cell')}"
     _say(console, f"{said}, {estimate([head for _, head in cells.values()])}")
     for line in remarks(sides):
         _say(console, line)

@@ -128,18 +128,18 @@ def print_comparison(
             _print(console, line)
 
 
-def _answers(found: Sequence[Finding], width: int, room: int) -> tuple[list[_Line], set[str]]:
+def _answers(found: Sequence[Finding], width: int, room: int) -> tuple[list[_Line], dict[str, list[str]]]:
     """What is wrong with each cell, how much, how surely, since when and how to see it again, as many cells as fit the
-    lines; and the names of those cells."""
+    lines; and by the names of those cells what was said of them."""
     lines: list[_Line] = []
-    answered: set[str] = set()
+    answered: dict[str, list[str]] = {}
     for finding in found:
         block = [
             _Line(""),
             _Line(f"{finding.cell}: {finding.verdict}", STYLES.get(finding.verdict, ""), 2),
             *(_Line(f"how much    {text}", "bold", 4, 12) for text in finding.what),
-            _Line(f"how surely  {finding.surely}", "", 4, 12),
-            _Line(f"since       {finding.since}", "", 4, 12),
+            *([_Line(f"how surely  {finding.surely}", "", 4, 12)] if finding.surely else ()),
+            *([_Line(f"since       {finding.since}", "", 4, 12)] if finding.since else ()),
             _Line(f"again       {finding.again}", "", 4, wrap=False)
             if finding.again
             else _Line("again       not in this run's plan", "", 4),
@@ -150,7 +150,7 @@ def _answers(found: Sequence[Finding], width: int, room: int) -> tuple[list[_Lin
             lines.append(_Line(named if len(named) < width - 2 else f"and {len(rest)} more: see the table", "", 2))
             break
         lines += block
-        answered.add(finding.cell)
+        answered[finding.cell] = finding.what
     return lines, answered
 
 
@@ -236,18 +236,22 @@ def _explain(
     comparison: Comparison,
     plan: Plan | None,
     run_folder: str | Path | None,
-    answered: set[str],
+    answered: dict[str, list[str]],
     command: str | None = None,
     stands: Standing | None = None,
 ) -> None:
     """The reasons of every cell that is not a plain pass. The commands of the ``answered`` ones stand above already."""
     cells = facts.to_explain(comparison)
     for cell in cells[:MAX_EXPLAINED]:
+        current = cell.current
+        told = [text for text in facts.sentences(cell) if facts.printable(text) not in answered.get(cell.name, ())]
+        more = told or cell.verdict in ("regressed", "missing") or (current is not None and current.log_tail)
+        if not more and cell.name in answered:
+            continue  # the block above has said it all
         console.print()
         _print(console, _Line(f"{cell.name}: {facts.word(cell.verdict)}", STYLES.get(cell.verdict, "")))
-        for sentence in facts.sentences(cell):
+        for sentence in told:
             _print(console, _Line(sentence, indent=2))
-        current = cell.current
         if current is not None and current.log_tail and cell.verdict in ("invalid", "regressed"):
             for text in facts.tail(current.log_tail, LOG_LINES):
                 _print(console, _Line(f"| {text}", "dim", 2, wrap=False))

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ndbench.compare.exits import COMPARED
 from ndbench.compare.memory import said_bytes
-from ndbench.compare.result import ACCEPTED, UNFINISHED, VERDICTS, CellVerdict, Comparison, Current
+from ndbench.compare.result import ACCEPTED, UNFINISHED, VERDICTS, CellVerdict, Comparison, Current, MetricVerdict
 from ndbench.compare.statistics import MIN_REPEATS
+from ndbench.counted import counted
 from ndbench.report.cells import named
 from ndbench.report.intervals import few, interval_of
 from ndbench.report.tracker import known_secrets
@@ -52,16 +54,22 @@ def headline(comparison: Comparison) -> str:
     """``REGRESSED: 1 regressed, 7 pass of 8 cells of hsdp_tp``; ``NO BASELINE: 8 cells of hsdp_tp, compared with
     nothing yet``."""
     total = len(comparison.cells)
-    plural = "" if total == 1 else "s"
     if comparison.mode == UNFINISHED:
-        return f"NOT FINISHED: {total} cell{plural} of {comparison.suite}"
+        return f"NOT FINISHED: {counted(total, 'cell')} of {comparison.suite}"
     if comparison.mode == ACCEPTED:
-        return f"ACCEPTED: {total} cell{plural} of {comparison.suite}, the reference since"
+        return f"ACCEPTED: {counted(total, 'cell')} of {comparison.suite}, the reference since"
     if set(comparison.counts) == {"no_baseline"}:
-        return f"NO BASELINE: {total} cell{plural} of {comparison.suite}, compared with nothing yet"
+        return f"NO BASELINE: {counted(total, 'cell')} of {comparison.suite}, compared with nothing yet"
+    untimed = [c for c in comparison.cells if c.verdict in COMPARED and _is_incomparable(c.metric("tokens_per_second"))]
+    speed = f", speed not compared in {len(untimed)}" if untimed else ""
     words = {"no_baseline": "without a baseline"}
     counts = ", ".join(f"{number} {words.get(verdict, word(verdict))}" for verdict, number in comparison.counts.items())
-    return f"{word(comparison.verdict).upper()}: {counts or 'nothing'} of {total} cell{plural} of {comparison.suite}"
+    of = f"{counts or 'nothing'} of {counted(total, 'cell')} of {comparison.suite}"
+    return f"{word(comparison.verdict).upper()}: {of}{speed}"
+
+
+def _is_incomparable(metric: MetricVerdict | None) -> bool:
+    return metric is not None and metric.verdict == "incomparable"
 
 
 def exit_line(comparison: Comparison) -> str:
@@ -88,8 +96,7 @@ def baseline_line(comparison: Comparison) -> str:
             return "baseline: none when it was measured"
         return "baseline: off (gate.mode=off)" if comparison.mode == "off" else "baseline: none yet"
     newest = f", the newest {age(comparison.newest_days)} old" if comparison.newest_days is not None else ""
-    plural = "" if comparison.sessions == 1 else "s"
-    return f"baseline: {comparison.baseline} ({comparison.sessions} session{plural}{newest})"
+    return f"baseline: {comparison.baseline} ({counted(comparison.sessions, 'session')}{newest})"
 
 
 def age(days: float) -> str:
@@ -160,7 +167,7 @@ def _spread(current: Current) -> str:
     half = (current.tokens_high - current.tokens_low) / 2 / current.tokens_per_second
     if half >= WIDE:  # about as wide as it is high, and not the same to both sides
         factor = (current.tokens_high / current.tokens_low) ** 0.5 if current.tokens_low > 0 else float("inf")
-        return f"x or / {factor:.2g}" if factor < 100 else "x or / 100+"
+        return f"\u00d7/\u00f7 {factor:.2g}" if factor < 100 else "\u00d7/\u00f7 100+"
     return f"±{half:.0%}"
 
 
@@ -171,7 +178,8 @@ def few_line(comparison: Comparison) -> str | None:
         return None
     said = " or ".join(str(count) for count in counts)
     signs = ", ".join(f"n={count}" for count in counts)
-    return f"{signs}: {said} repeat{'s' * (counts != [1])}: too few for an interval, {MIN_REPEATS} or more give one"
+    many = "1 repeat" if counts == [1] else f"{said} repeats"
+    return f"{signs}: {many}: too few for an interval, {MIN_REPEATS} or more give one"
 
 
 def by_severity(cells: Sequence[CellVerdict]) -> list[CellVerdict]:

@@ -107,7 +107,8 @@ def axes(x: str, y: str) -> dict[str, Any]:
 
 
 def axis_of(title: str) -> dict[str, Any]:
-    return {"title": {"text": title}, "automargin": True, "zeroline": False}
+    # a standoff lets the margin grow by the title, which a narrow screen cuts off otherwise
+    return {"title": {"text": title, "standoff": 8}, "automargin": True, "zeroline": False}
 
 
 def thinned(count: int) -> list[int]:

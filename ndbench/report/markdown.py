@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ndbench.compare.result import CellVerdict, Comparison
+from ndbench.counted import counted
 from ndbench.report import facts, page_facts, peers, ranking
 from ndbench.report.cells import speed_title, under
 from ndbench.report.facts import Plan
@@ -108,7 +109,7 @@ def _page(
     if quiet and not changed:
         parts.append(_table(quiet))
     elif quiet:
-        parts.append(_fold(f"{len(quiet)} cell{'s' * (len(quiet) != 1)} without objection", _table(quiet)))
+        parts.append(_fold(f"{counted(len(quiet), 'cell')} without objection", _table(quiet)))
     legend = facts.few_line(comparison)
     if legend is not None:
         parts.append(escape(legend))
@@ -129,7 +130,7 @@ def _page(
     if away:
         lines = [f"- {kind} ({len(names)}): {escape(reason)}: {escape(_listed(names))}" for kind, reason, names in away]
         total = sum(len(names) for _, _, names in away)
-        parts.append(_fold(f"{total} cell{'s' * (total != 1)} that did not run", "\n".join(lines)))
+        parts.append(_fold(f"{counted(total, 'cell')} that did not run", "\n".join(lines)))
     return "\n\n".join([*parts, *ends]) + "\n"
 
 
@@ -163,7 +164,7 @@ def _fold(title: str, body: str) -> str:
 def _reasons(cell: CellVerdict, again: str | None, accept: str | None, since: str | None) -> str:
     lines = [f"**{escape(cell.name)}**: {facts.word(cell.verdict)}", ""]
     lines += [f"- {escape(sentence)}" for sentence in facts.sentences(cell)]
-    if since is not None:
+    if since:
         lines.append(f"- since: {escape(since)}")
     if again is not None and cell.verdict in ("regressed", "invalid"):
         lines.append(f"- measure it again: {code(again)}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from ndbench.counted import counted
 from ndbench.report.cells import engine_of
 from ndbench.report.columns import Column, print_columns
 from ndbench.report.cost import Cost
@@ -116,7 +117,7 @@ def _print_cells(cells: list[Cell], costs: Mapping[str, Cost], console: Console)
 def _total(cells: list[Cell], costs: Mapping[str, Cost]) -> str:
     known = [cost for cell in cells if (cost := costs[cell.name]).seconds is not None]
     repeats = sum(costs[cell.name].repeats for cell in cells)
-    told = f"{_count(cells, 'cell')}, {repeats} repeats"
+    told = f"{_count(cells, 'cell')}, {counted(repeats, 'repeat')}"
     if not known:
         return f"{told}; the time cannot be estimated: hardware without a peak, cells never measured"
     seconds = sum(cost.seconds or 0.0 for cost in known)
@@ -156,5 +157,4 @@ def _listed(names: list[str]) -> str:
 
 
 def _count(things: Iterable[Any], noun: str) -> str:
-    number = len(list(things))
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return counted(len(list(things)), noun)

@@ -13,6 +13,7 @@ from typing import Any
 
 from ndbench.compare.memory import said_bytes
 from ndbench.compare.result import CellVerdict, Comparison, MetricVerdict
+from ndbench.counted import counted
 from ndbench.report import facts, figures
 from ndbench.report.cells import engine_of, model_of
 from ndbench.report.facts import Plan
@@ -45,6 +46,7 @@ class Finding:
     """The metrics, such as ``tokens/s -12.0 %``."""
     surely: str
     since: str
+    """Both empty where there is nothing to say."""
     again: str | None
 
 
@@ -233,12 +235,17 @@ def findings(
                     index=index,
                     verdict=facts.word(cell.verdict),
                     what=[facts.clipped(_what(metric)) for metric in bad] or [facts.word(cell.verdict)],
-                    surely="; ".join(dict.fromkeys(sure)) or "exact: no statistics",
-                    since=_other_side(comparison) or _since(own, cell, baseline) or "no earlier session",
+                    surely="; ".join(dict.fromkeys(sure)) or _certain(bad),
+                    since=_other_side(comparison) or _since(own, cell, baseline),
                     again=again or facts.reproduce_command(plan, cell.name),
                 )
             )
     return found
+
+
+def _certain(bad: Sequence[MetricVerdict]) -> str:
+    """Of what is no estimate; nothing of a cell that was not measured: there is nothing to be sure of."""
+    return "" if any(metric.verdict == "invalid" for metric in bad) else "exact: no statistics"
 
 
 def _other_side(comparison: Comparison) -> str:
@@ -263,7 +270,7 @@ def _surely(metric: MetricVerdict, cell: CellVerdict) -> str:
         if bounds is not None:
             parts.append(f"95 % interval {bounds[0]:+.1%} to {bounds[1]:+.1%}")
         elif cell.current is not None and few(cell.current):
-            parts.append(f"{cell.current.ok_repeats} repeats: too few for an interval")
+            parts.append(f"{counted(cell.current.ok_repeats, 'repeat')}: too few for an interval")
         p = metric.details.get("p_slower", metric.details.get("p"))
         if p is not None:
             parts.append(f"p = {p:.1g}" if p >= 1e-4 else "p < 0.0001")
@@ -288,9 +295,14 @@ def _since(measured: Measured, cell: CellVerdict, baseline: Baseline | None) -> 
     if not held:
         return "" if cell.against is None else f"the baseline, {facts.age(cell.against.newest_days)} old"
     last = held[-1]
-    commit = f", commit {last.commit[:10]}" if last.commit else ""
-    own = measured.records[0]["code"]["commit"] if measured.records else None
-    return f"after session {last.session} ({_day(last.accepted)}{commit})" + (f"; here {own[:10]}" if own else "")
+    commit = f", commit {_code(last.commit, last.dirty)}" if last.commit else ""
+    code = measured.records[0]["code"] if measured.records else {"commit": None, "dirty": None}
+    here = f"; here {_code(code['commit'], code['dirty'])}" if code["commit"] else ""
+    return f"after session {last.session} ({_day(last.accepted)}{commit}){here}"
+
+
+def _code(commit: str, dirty: bool | None) -> str:
+    return f"{commit[:10]} + uncommitted changes" if dirty else commit[:10]
 
 
 def history_points(cell: Measured, baseline: Baseline | None) -> list[Point]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ndbench.compare.memory import said_bytes
 from ndbench.compare.result import CellVerdict, Comparison
+from ndbench.counted import counted
 from ndbench.report import facts
 from ndbench.report.cells import SCRIPT
 from ndbench.report.facts import Plan
@@ -125,7 +126,7 @@ def _tie(ranked: Sequence[CellVerdict]) -> str:
     best = ranked[0].current
     counts = [cell.current.ok_repeats for cell in ranked if cell.current is not None and few(cell.current)]
     if best is None or counts:
-        return f"; {min(counts, default=0)} repeat{'s' * (min(counts, default=0) != 1)}: too few to be sure"
+        return f"; {counted(min(counts, default=0), 'repeat')}: too few to be sure"
     low = best.tokens_low or best.tokens_per_second or 0.0
     close = [c.name for c in ranked[1:] if c.current is not None and (c.current.tokens_high or speed_of(c)) >= low]
     return f"; not told apart from it by these repeats: {facts.listed(close)}" if close else ""

@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ndbench.config import Cell
+from ndbench.counted import counted
 from ndbench.report.progress import duration
 
 PRINT_SECONDS = 10.0
@@ -61,8 +62,9 @@ class TrainingView:
         checkpoint that is gone on from and its step."""
         config = self._cell.config
         training, model = config.training, config.model
+        on, steps = counted(self._cell.world_size, "rank"), counted(training.steps, "step")
         self._say(
-            f"{model.name} on {self._cell.world_size} ranks ({config.parallelism.layout}), {training.steps} steps of "
+            f"{model.name} on {on} ({config.parallelism.layout}), {steps} of "
             f"{training.global_batch_size} x {training.sequence_length} tokens, {training.precision}"
         )
         if text is not None:
@@ -70,7 +72,8 @@ class TrainingView:
             more = f", cut at data.max_bytes {config.data.max_bytes:,}" if cut else ""
             trained_on = max(tokens * (1 - config.evaluation.fraction), 1)
             passes = training.steps * training.global_batch_size * training.sequence_length / trained_on
-            self._say(f"data={config.data.name}: {tokens:,} tokens, {documents:,} documents{more}; {passes:.1f} passes")
+            read = f"{tokens:,} tokens, {counted(documents, 'document')}{more}"
+            self._say(f"data={config.data.name}: {read}; {passes:.1f} passes")
         elif config.data.name == "markov":
             self._say("data=markov: synthetic tokens; your text: data=text data.files=[FILE,FOLDER] or data=dataset")
         if start is not None:
