@@ -4,6 +4,7 @@ torchrun --nproc-per-node 4 examples/engine_alone.py
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,8 @@ def main(steps: int = 30, device: str = "cpu") -> list[float]:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        raise SystemExit(f"start it by torchrun: torchrun --nproc-per-node 8 {sys.argv[0]}")
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     found = main(device=f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")

@@ -4,6 +4,7 @@ torchrun --nproc-per-node 4 examples/train_fsdp_cp.py
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,8 @@ def main(steps: int = 20, device: str = "cpu", length: int = 2048, cp: int = 2) 
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        raise SystemExit(f"start it by torchrun: torchrun --nproc-per-node 8 {sys.argv[0]}")
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     if cuda:

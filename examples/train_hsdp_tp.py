@@ -4,6 +4,7 @@ torchrun --nproc-per-node 8 examples/train_hsdp_tp.py
 """
 
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -42,6 +43,8 @@ def main(folder: Path, steps: int = 200, device: str = "cpu", replicas: int = 2,
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        raise SystemExit(f"start it by torchrun: torchrun --nproc-per-node 8 {sys.argv[0]}")
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     if cuda:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from ndbench.compare.statistics import holm, holm_levels, t_quantile, t_tail, variance
+from ndbench.counted import counted
 
 LAUNCH_LOOKS = (10, 20)
 """Pairs of process launches after which the confirm stage decides."""
@@ -155,7 +156,7 @@ def _decision(
     size = f"{math.expm1(effect):+.1%} time" + (
         f" [{math.expm1(low):+.1%}, {math.expm1(high):+.1%}]" if count > 1 else ""
     )
-    size += f", {count} pair{'s' * (count != 1)}"
+    size += f", {counted(count, 'pair')}"
     least_slow, ended = math.log1p(rule.min_effect), count >= last
     enough: int | None = None
     if slower is not None and effect >= least_slow:

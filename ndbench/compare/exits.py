@@ -7,12 +7,14 @@ Several at once: 1 before 3 before 5 before 4. An empty result is never 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from ndbench.compare.notes import STALE_DAYS
 from ndbench.compare.result import CellVerdict, Comparison, worst
 from ndbench.config import GateConfig
+from ndbench.failures import USAGE
 from ndbench.results.sessions import Baseline
 
 COMPARED = ("pass", "improved", "regressed", "inconclusive")
@@ -60,6 +62,11 @@ def conclude(
         exit_reason=reason,
         notes=notes,
     )
+
+
+def unwritten(comparison: Comparison, error: OSError) -> Comparison:
+    """The comparison as it ends when its files cannot be written: CI takes an absent verdict for an error."""
+    return replace(comparison, exit_code=USAGE, exit_reason=f"the verdict is not kept: {error}")
 
 
 def exit_of(cells: Sequence[CellVerdict], gate: GateConfig, baseline_present: bool) -> tuple[int, str]:

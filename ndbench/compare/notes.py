@@ -13,7 +13,10 @@ from ndbench.compare.comparability import Reference, code_change, is_accelerator
 from ndbench.compare.doubts import doubt
 from ndbench.compare.result import MetricVerdict
 from ndbench.compare.throughput import gate_rule, log_step_time
+from ndbench.counted import counted, were
+from ndbench.results.fit import handicap_of
 from ndbench.results.schema import Record
+from ndbench.results.sessions import Baseline
 
 STALE_DAYS = 30.0
 
@@ -29,7 +32,7 @@ def notes_on(
     """The notes of one cell, each a full sentence."""
     notes: list[str] = []
     if planned is not None and 0 < len(records) < planned:
-        notes.append(f"{len(records)} of {planned} planned repeats were measured")
+        notes.append(f"{len(records)} of {counted(planned, 'planned repeat')} {were(len(records))} measured")
     if (doubtful := doubt(records)) is not None:
         notes.append(doubtful)
     if found is None or not found.sessions or not records:
@@ -49,6 +52,27 @@ def notes_on(
     for note in (yardstick_note(records, found, metrics), drift):
         if note is not None:
             notes.append(note)
+    return notes
+
+
+def planted_notes(records: Sequence[Record], baseline: Baseline | None) -> list[str]:
+    """That a slowdown was planted, on either side: the speed is then the plant's as much as the code's."""
+    sides = [("", records)]
+    if baseline is not None and baseline.sessions:
+        now = {record["cell"]["name"] for record in records}
+        latest = baseline.sessions[-1].cells
+        sides.append((f" of {baseline.source}", [r for name in latest if name in now for r in latest[name]]))
+    notes = []
+    for whose, side in sides:
+        found: dict[float, list[str]] = {}
+        for record in side:
+            if (handicap := handicap_of(record["cell"])) and record["cell"]["name"] not in found.get(handicap, []):
+                found.setdefault(handicap, []).append(record["cell"]["name"])
+        notes += [
+            f"measure.handicap={handicap:g} was planted in {shorten(names, 6)}{whose}: each step burns {handicap:.0%} "
+            "more of its own time, and no such run becomes a reference"
+            for handicap, names in found.items()
+        ]
     return notes
 
 
@@ -84,7 +108,7 @@ def yardstick_note(records: Sequence[Record], found: Reference, metrics: Sequenc
         return None
     return (
         f"the yardstick moved too ({math.expm1(shift):+.0%} time for fixed work, the cell {math.expm1(effect):+.0%}): "
-        "the machine changed, not only the code"
+        "the machine may have changed, not only the code"
     )
 
 

@@ -29,6 +29,9 @@ VERDICT_SCHEMA = 1
 UNFINISHED = "unfinished"
 """``Comparison.mode`` of a run that has no verdict: it was ended in the middle, or is still being measured."""
 
+ACCEPTED = "accepted"
+"""``Comparison.mode`` of a run that was compared with nothing, and has been made the reference since."""
+
 
 def worst(verdicts: Iterable[str]) -> str | None:
     """The most severe of these verdicts, null for none of them."""
@@ -76,6 +79,8 @@ class Current:
     mfu: float | None = None
     reason: str | None = None
     log_tail: str | None = None
+    engine: str | None = None
+    """``engine.name``; null in verdicts that were written before it was kept."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ class Comparison:
     run: str
     mode: str
     """``gate.mode``; ``ab`` for two sides (measured next to each other, or two runs), of which neither is a run to
-    accept; or ``unfinished``."""
+    accept; ``unfinished`` or ``accepted``."""
     baseline: str | None
     """Where the baseline came from; null when there was none or it was not asked for."""
     sessions: int

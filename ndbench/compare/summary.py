@@ -43,4 +43,5 @@ def summarise(records: Sequence[Record]) -> Current | None:
         mfu=mfu,
         reason=deciding["reason"] if outcome != "ok" else None,
         log_tail=deciding["log_tail"] if outcome != "ok" else None,
+        engine=records[0]["cell"].get("engine"),
     )

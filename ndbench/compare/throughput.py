@@ -24,6 +24,7 @@ from ndbench.compare.statistics import (
     minimal_effect,
     repeats_to_pass,
 )
+from ndbench.counted import counted
 from ndbench.results.schema import Record
 
 PASS_CONFIDENCE = 0.95
@@ -220,8 +221,8 @@ def _sentence(slowdown: float, low: float | None, high: float | None, repeats: i
     known = low is not None and high is not None and repeats >= MIN_REPEATS  # of fewer it would only be absurdly wide
     interval = f" [{math.expm1(low or 0.0):+.1%}, {math.expm1(high or 0.0):+.1%}]" if known else ""
     total = sum(len(session) for session in sessions)
-    plural = "s" if len(sessions) != 1 else ""
-    return f"{slowdown:+.1%}{interval}, {repeats} against {total} repeats of {len(sessions)} session{plural}"
+    base = f"{counted(total, 'repeat')} of {counted(len(sessions), 'session')}"
+    return f"{slowdown:+.1%}{interval}, {repeats} against {base}"
 
 
 def _what_it_takes(judged: _Judged, least: float | None) -> str:

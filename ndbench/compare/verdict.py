@@ -15,7 +15,7 @@ from ndbench.compare import checkpoints, curves, memory, structure, throughput
 from ndbench.compare.comparability import Reference, find_cell, hardware_changes, is_accelerator, reference, shorten
 from ndbench.compare.doubts import held
 from ndbench.compare.exits import conclude
-from ndbench.compare.notes import notes_on
+from ndbench.compare.notes import notes_on, planted_notes
 from ndbench.compare.outcomes import cell_outcome, judge_outcome
 from ndbench.compare.result import Against, CellVerdict, Comparison, MetricVerdict, worst
 from ndbench.compare.summary import summarise
@@ -74,7 +74,8 @@ def compare(
     away = {str(cell["name"]) for cell in (*unselected, *skipped)}
     if stored is not None and suite != AD_HOC:
         cells += _missing(stored, cells, set(by_cell) | away, excluded)
-    return conclude(cells, suite=suite, run=run, gate=gate, baseline=baseline, skipped=skipped, now=now)
+    concluded = conclude(cells, suite=suite, run=run, gate=gate, baseline=baseline, skipped=skipped, now=now)
+    return replace(concluded, notes=[*planted_notes(records, stored), *concluded.notes])
 
 
 def _without_skipped(

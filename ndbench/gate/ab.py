@@ -15,10 +15,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from ndbench.compare.exits import unwritten
 from ndbench.compare.result import Comparison
 from ndbench.compare.verdict import compare
 from ndbench.config import Cell
-from ndbench.gate.loop import Confirmed, confirm, confirm_rule
+from ndbench.counted import counted
+from ndbench.gate.loop import Confirmed, confirm, confirm_rule, so_far
 from ndbench.gate.pairs import Bench, by_turns
 from ndbench.gate.refs import HERE, Side, importable, open_side, uncommitted
 from ndbench.gate.sides import SideProcess
@@ -35,6 +37,8 @@ from ndbench.run.start import ask_engines
 
 LAUNCH_SECONDS = 20.0
 """A guess for what starting the ranks of one launch costs, for the estimate that is printed."""
+START_SECONDS = 20.0
+"""... and for starting the two sides' processes, which import torch, once."""
 
 
 def run_ab(
@@ -48,6 +52,10 @@ def run_ab(
     console: Console,
 ) -> int:
     """Measure both sides and return the exit code. Raises ``ValueError`` for what the user must change."""
+    more = [*(["--setup", setup] if setup else []), *(["--config-dir", str(config_dir)] if config_dir else [])]
+    again = shlex.join(
+        ["ndbench", "ab", *words, "--base", base, "--head", head, *more, *(["--multirun"] if sweep else [])]
+    )
     with ExitStack() as stack:
         sides = [
             stack.enter_context(open_side(label, ref, setup=setup)) for label, ref in (("base", base), ("head", head))
@@ -74,12 +82,14 @@ def run_ab(
             residency=config.gate.residency,
             note=lambda line: _say(console, line),
         )
-        confirmed = confirm(bench, cells, config.gate, say=lambda line: _say(console, line))
+        confirmed = Confirmed()
+        try:
+            confirm(bench, cells, config.gate, say=lambda line: _say(console, line), into=confirmed)
+        except BaseException as error:
+            if not isinstance(error, BrokenPipeError):  # nobody is there to read it
+                _stop(folder, sides, confirmed, so_far(confirmed, cells, config.gate), again, console)
+            raise
     comparison = decide_ab(folders, sides, confirmed, matrices[1])
-    more = [*(["--setup", setup] if setup else []), *(["--config-dir", str(config_dir)] if config_dir else [])]
-    again = shlex.join(
-        ["ndbench", "ab", *words, "--base", base, "--head", head, *more, *(["--multirun"] if sweep else [])]
-    )
     return _finish(folder, comparison, confirmed, sides, again, console)
 
 
@@ -159,7 +169,7 @@ def _renamed(records: list, names: set[str]) -> list:  # type: ignore[type-arg]
 
 
 def _announce(cells: dict[str, tuple[Cell, Cell]], sides: Sequence[Side], console: Console) -> None:
-    said = f"base {sides[0].ref}, head {sides[1].ref}: {len(cells)} cell{'s' * (len(cells) != 1)}"
+    said = f"base {sides[0].ref}, head {sides[1].ref}: {counted(len(cells), 'cell')}"
     _say(console, f"{said}, {estimate([head for _, head in cells.values()])}")
     for line in remarks(sides):
         _say(console, line)
@@ -180,14 +190,39 @@ def estimate(cells: Sequence[Cell]) -> str:
     """What confirming these cells takes, in words."""
     rule, turns = confirm_rule(cells[0], cells[0].config.gate), by_turns(cells[0])
     residency = cells[0].config.gate.residency
-    each = residency + LAUNCH_SECONDS if turns else 3 * LAUNCH_SECONDS
-    low, high = (duration(each * count * len(cells)) for count in rule.looks)
+    # a residency starts the ranks of both sides, on the same cores
+    each = residency + 2 * LAUNCH_SECONDS if turns else 3 * LAUNCH_SECONDS
+    low, high = (duration(START_SECONDS + each * count * len(cells)) for count in rule.looks)
     what = f"residencies of {residency:g} s, taking turns" if turns else "pairs of launches"
     return f"{rule.looks[0]} to {rule.looks[1]} {what}: about {low} to {high}"
 
 
 def _say(console: Console, line: str) -> None:
     console.print(Text(line), soft_wrap=True)
+
+
+def _stop(
+    folder: Path, sides: Sequence[Side], confirmed: Confirmed, said: list[str], again: str, console: Console
+) -> None:
+    """Of an A/B that ends in the middle: what the pairs say so far, marked as partial, and where they are."""
+    _say(console, "stopped in the middle; what there is decides nothing:")
+    for line in said:
+        _say(console, f"  {line}")
+    try:
+        _write_pairs(folder, sides, confirmed, again, stopped=said)
+    except (OSError, ValueError) as error:
+        _say(console, f"pairs.json is not written: {error}")
+    _say(console, f"both sides' records, pairs.json: {folder}")
+    _say(console, f"again: {again}")
+
+
+def _write_pairs(
+    folder: Path, sides: Sequence[Side], confirmed: Confirmed, again: str, stopped: list[str] | None = None
+) -> None:
+    """``stopped``: what a partial A/B said; null in that of a whole one."""
+    described = {side.label: {"ref": side.ref, "commit": side.commit, "python": side.python} for side in sides}
+    head = {"schema_version": 1, "command": again, "stopped": stopped}
+    write_json(folder / "pairs.json", {**head, **described, "cells": confirmed.to_json()})
 
 
 def _finish(
@@ -198,17 +233,20 @@ def _finish(
     again: str,
     console: Console,
 ) -> int:
+    summary = render(comparison, again=again)
+    try:
+        write_text(folder / "summary.md", summary)
+        write_text(folder / "junit.xml", junit.render(comparison))
+        _write_pairs(folder, sides, confirmed, again)
+        write_json(folder / "verdict.json", comparison.to_json())
+    except OSError as error:  # a full disk: the exit code that is printed is the one that is returned
+        print_comparison(unwritten(comparison, error), again=again, console=console)
+        raise
     print_comparison(comparison, again=again, console=console)
     _say(console, f"both sides' records, pairs.json, verdict.json: {folder}")
-    summary = render(comparison, again=again)
-    write_text(folder / "summary.md", summary)
     step_summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if step_summary:
         append_step_summary(step_summary, summary)
     if os.environ.get("GITHUB_ACTIONS") == "true":
         annotate(comparison)
-    write_text(folder / "junit.xml", junit.render(comparison))
-    described = {side.label: {"ref": side.ref, "commit": side.commit, "python": side.python} for side in sides}
-    write_json(folder / "pairs.json", {"schema_version": 1, **described, "cells": confirmed.to_json()})
-    write_json(folder / "verdict.json", comparison.to_json())
     return comparison.exit_code

@@ -15,6 +15,7 @@ from ndbench.compare.comparability import software_changes
 from ndbench.compare.confirm import MOST_SUSPECTS, suspects
 from ndbench.compare.result import Comparison, MetricVerdict
 from ndbench.config import Cell, cell_from_dict
+from ndbench.counted import counted, were
 from ndbench.gate.ab import estimate
 from ndbench.gate.loop import confirm, confirm_rule
 from ndbench.gate.pairs import Bench
@@ -57,20 +58,20 @@ def confirm_suspects(
     if not chosen:
         return Outcome()
     if plan.gate.confirm == "auto" and (reason := _not_by_itself(plan, chosen)) is not None:
-        return Outcome(notes=[f"{_suspects(len(chosen))} not confirmed by pairs: {reason}; gate.confirm=on does it"])
+        return Outcome(notes=[_unconfirmed(comparison, chosen, f"{reason}; gate.confirm=on does it")])
     heads = {record["cell"]["name"]: record for record in folder.records()}
     found = choose_base(plan.gate.base, baseline, chosen, heads, (cwd or Path.cwd()))
     if isinstance(found, str):
-        return Outcome(notes=[f"suspects were not confirmed: {found}"])
+        return Outcome(notes=[_unconfirmed(comparison, chosen, found)])
     cells = _cells(plan, baseline, chosen)
     say(
-        f"{len(chosen)} suspect{'s' * (len(chosen) != 1)} ({', '.join(chosen)}): measuring {found.ref} next to this"
+        f"{counted(len(chosen), 'suspect')} ({', '.join(chosen)}): measuring {found.ref} next to this"
         f" code ({found.why}), {estimate([head for _, head in cells.values()])}; gate.confirm=off skips this"
     )
     try:
         outcome = _confirm(plan, folder, cells, found, say, cwd)
     except (ValueError, OSError) as error:
-        return Outcome(notes=[f"suspects were not confirmed: {' '.join(str(error).split())}"])
+        return Outcome(notes=[_unconfirmed(comparison, chosen, " ".join(str(error).split()))])
     for name in rest:
         outcome.metrics[name] = [_left_over(comparison, name)]
     outcome.notes.append(f"speed of {', '.join(chosen)} was decided by pairs with {found.ref} ({found.why})")
@@ -188,5 +189,9 @@ def _left_over(comparison: Comparison, name: str) -> MetricVerdict:
     )
 
 
-def _suspects(count: int) -> str:
-    return "1 suspect was" if count == 1 else f"{count} suspects were"
+def _unconfirmed(comparison: Comparison, chosen: Sequence[str], why: str) -> str:
+    """That these were not measured again. A cell that is regressed without it is no suspect any more."""
+    open_ = [name for name in chosen if comparison.cell(name).verdict != "regressed"]
+    if not open_:
+        return f"speed of {', '.join(chosen)} was decided by the stored sessions, not by pairs: {why}"
+    return f"{counted(len(open_), 'suspect')} {were(len(open_))} not confirmed by pairs: {why}"

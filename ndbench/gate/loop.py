@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from ndbench.compare.confirm import LAUNCH_LOOKS, TURN_LOOKS, ConfirmRule, Decision, decide
 from ndbench.compare.result import MetricVerdict
 from ndbench.compare.throughput import gate_rule
 from ndbench.config import Cell, GateConfig
+from ndbench.counted import counted
 from ndbench.gate.pairs import CPU, WALL, Bench, Pair, by_turns, measure_pair
+from ndbench.report.progress import duration
 
 TURN_RESOLVE = 0.08
 """``gate.resolve`` of pairs on a CPU: pairs by turns are several times quieter than launches."""
@@ -95,21 +99,30 @@ def confirm(
     *,
     say: Callable[[str], None],
     measure: Measure = measure_pair,
+    into: Confirmed | None = None,
 ) -> Confirmed:
-    """Measure and decide every cell of ``cells`` (name → base's and head's cell), all on one kind of device."""
+    """Measure and decide every cell of ``cells`` (name → base's and head's cell), all on one kind of device.
+
+    What is known is in ``into`` after each pair, for whoever is interrupted.
+    """
     rule = confirm_rule(next(iter(cells.values()))[1], gate)
-    result = Confirmed({name: [] for name in cells})
+    result = Confirmed() if into is None else into
+    result.pairs.update({name: [] for name in cells})
+    taken: list[float] = []
     undecided, found_slower, quantities = list(cells), 0, 1
     generator = random.Random(bench.seed)
     for look in rule.looks:
         for index in range(max((len(result.pairs[name]) for name in undecided), default=0), look):
             for name in generator.sample(undecided, len(undecided)):
+                began = time.monotonic()
                 pair = measure(bench, *cells[name], index)
+                taken.append(time.monotonic() - began)
                 result.pairs[name].append(pair)
-                say(_said(name, index, look, pair))
                 if pair.failed is not None:
                     result.failed[name] = pair.failed
                     undecided.remove(name)
+                missing = sum(look - len(result.pairs[other]) for other in undecided)
+                say(_said(name, index, look, pair) + _left(fmean(taken) * missing))
         values = {
             (name, quantity): result.ratios(name, quantity)
             for name in undecided
@@ -131,6 +144,30 @@ def confirm(
         if not undecided:
             break
     return result
+
+
+def so_far(found: Confirmed, cells: Mapping[str, tuple[Cell, Cell]], gate: GateConfig) -> list[str]:
+    """What pairs that were stopped in the middle say of each cell, as the partial result that it is."""
+    rule = confirm_rule(next(iter(cells.values()))[1], gate)
+    lines = []
+    for name in cells:
+        pairs = [pair for pair in found.pairs.get(name, []) if pair.failed is None]
+        line = f"{name}: {len(pairs)} of the {rule.looks[0]} pairs that a decision needs"
+        if name in found.failed:
+            line = f"{name}: a pair could not be measured: {found.failed[name]}"
+        elif len(pairs) >= rule.looks[0]:
+            line = f"{name}: {counted(len(pairs), 'pair')} of {rule.looks[1]}"
+        ratios = {quantity: found.ratios(name, quantity) for quantity in (WALL, CPU)} if pairs else {}
+        said = []
+        for quantity, made in decide({key: values for key, values in ratios.items() if values}, rule).items():
+            ends = f" [{math.expm1(made.low):+.1%}, {math.expm1(made.high):+.1%}]" if made.pairs > 1 else ""
+            said.append(f"{'CPU' if quantity == CPU else 'time'} {math.expm1(made.effect):+.1%}{ends}")
+        lines.append(f"{line}; head against base so far: {', '.join(said)}" if said else line)
+    return lines
+
+
+def _left(seconds: float) -> str:
+    return f", about {duration(seconds)} to the next decision" if seconds >= 1 else ""
 
 
 def _said(name: str, index: int, look: int, pair: Pair) -> str:

@@ -20,6 +20,7 @@ from ndbench.compare.confirm import ConfirmRule, Decision, decide
 from ndbench.compare.result import CellVerdict
 from ndbench.compare.verdict import compare
 from ndbench.config import Cell, GateConfig
+from ndbench.counted import counted
 from ndbench.gate.faulty import FAULTS, NONE
 from ndbench.gate.loop import confirm_rule
 from ndbench.gate.pairs import CPU, WALL, Bench, Pair, turn_pair
@@ -92,7 +93,7 @@ def run_selftest(say: Callable[[str], None], overrides: tuple[str, ...] = (), re
         ]
         for process in processes:
             process.hello([cell])
-        say(f"{cell.name}, {cell.world_size} ranks of {cell.config.hardware.device}")
+        say(f"{cell.name}, {counted(cell.world_size, 'rank')} of {cell.config.hardware.device}")
         rows = _exact_rows(processes[0], cell, plan, say)
         plan.write_text(NONE)
         bench = Bench(

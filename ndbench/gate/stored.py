@@ -11,13 +11,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Unpack
 
-from ndbench.compare.result import UNFINISHED, Comparison, MetricVerdict, from_json
+from ndbench.compare.result import ACCEPTED, UNFINISHED, Comparison, MetricVerdict, from_json
 from ndbench.compare.verdict import compare
 from ndbench.config import GateConfig
 from ndbench.config import cell_id as identity
+from ndbench.counted import counted
+from ndbench.report.facts import standing_of
 from ndbench.results.baseline import Acceptance, Accepted, accept, target_folder
-from ndbench.results.sessions import Baseline, baseline_of_run, read_baseline
-from ndbench.results.store import RunFolder, UnreadableFile, find_run, read_json
+from ndbench.results.sessions import Baseline, baseline_of_run, holds_sessions, read_baseline
+from ndbench.results.store import PairsFolder, RunFolder, UnreadableFile, find_run, read_json
 
 
 def compare_run(
@@ -62,9 +64,24 @@ def verdict_of(run: RunFolder) -> Comparison:
         except ValueError as error:
             raise UnreadableFile(f"cannot read {run.verdict_path}: {error} (ndbench compare decides anew)") from error
     comparison = compare_run(run, None)
+    if isinstance(run, PairsFolder):
+        said = run.pairs.get("stopped") or ["no pair is kept"]
+        text = "no verdict yet: stopped in the middle, or still measured"
+        return dataclasses.replace(comparison, mode=UNFINISHED, exit_reason=text, notes=[*said, *comparison.notes])
     planned = sum(run.plan.get("repeats", {}).values()) if run.plan_path.is_file() else 0
-    measured = f"{len(run.records())} of {planned} repeats are measured" if planned else "it has no plan"
+    measured = f"{len(run.records())} of {counted(planned, 'repeat')} measured" if planned else "it has no plan"
     return dataclasses.replace(comparison, mode=UNFINISHED, exit_reason=f"no verdict yet: {measured}")
+
+
+def as_it_stands(run: RunFolder, comparison: Comparison) -> Comparison:
+    """The verdict for a reader of today: a run that had nothing to be compared with may be the reference by now."""
+    if set(comparison.counts) != {"no_baseline"} or comparison.mode in ("off", "ab", UNFINISHED):
+        return comparison
+    stands = standing_of(run.records(), run.path)
+    if stands is None or not {cell.name for cell in comparison.cells} <= set(stands.accepted):
+        return comparison
+    said = "there was no baseline: measured, not compared"
+    return dataclasses.replace(comparison, mode=ACCEPTED, exit_reason=said)
 
 
 def compare_two(
@@ -97,7 +114,7 @@ def accept_run(
         name = run.path.name
         raise ValueError(f"run {name} has {lacks}: ndbench --resume {name}, or --force takes what there is")
     target = target_folder(records, how)
-    baseline = read_baseline(target) if target.is_dir() and any(target.glob("*/session.json")) else None
+    baseline = read_baseline(target) if holds_sessions(target) else None
     if baseline is not None:  # the run itself may be in it already, whole or in part
         others = [session for session in baseline.sessions if session.session != records[0]["session"]]
         baseline = Baseline(baseline.source, others)
@@ -110,7 +127,7 @@ def _lacks(run: RunFolder, records: list[Any]) -> str | None:
     if run.verdict_path.is_file() or not run.plan_path.is_file():
         return None
     planned = sum(read_json(run.plan_path).get("repeats", {}).values())
-    return f"only {len(records)} of its {planned} repeats" if len(records) < planned else None
+    return f"only {len(records)} of its {counted(planned, 'repeat')}" if len(records) < planned else None
 
 
 def _plan_of(records: list[Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ndbench.config import Cell, Config, ModelConfig
+from ndbench.counted import counted
 from ndbench.engines.protocol import Engine, asking, load_engine
 from ndbench.matrix.keys import DURATIONS, LEAST, MOST, VALUES, get_value, set_value, typed
 from ndbench.measure import fingerprint
@@ -205,21 +206,26 @@ def shortages(cell: Cell, here: bool) -> list[str]:
     gpu = hardware.device != "cpu"
     assert hardware.device_count is not None, "filled"
     if gpu and here and visible(hardware.match) < min(world, hardware.device_count):
-        return [f"needs {world} {hardware.name} devices, this machine shows {visible(hardware.match)}"]
+        return [f"needs {counted(world, f'{hardware.name} device')}, this machine shows {visible(hardware.match)}"]
     if gpu and world > hardware.device_count:  # ranks on a CPU are processes: there is no limit
-        return [f"needs {world} devices, {hardware.name} has {hardware.device_count}"]
+        return [f"needs {counted(world, 'device')}, {hardware.name} has {hardware.device_count}"]
     needed = memory_estimate(cell)
     if needed is None:
         return []
     if hardware.memory_bytes is not None and needed > hardware.memory_bytes:
-        return [f"needs about {needed / 1e9:.1f} GB a device, {hardware.name} has {hardware.memory_bytes / 1e9:.1f} GB"]
+        # no room is kept free: an estimate above what would have run costs more than a launch out of memory
+        return [f"needs about {_gib(needed)} a device, {hardware.name} has {_gib(hardware.memory_bytes)}"]
     # a CPU without a size can only be this one, whatever its name
     if not gpu and hardware.memory_bytes is None and needed * world > _physical_memory():
         return [
-            f"needs about {needed * world / 1e9:.1f} GB for {world} ranks, "
-            f"this machine has {_physical_memory() / 1e9:.1f} GB"
+            f"needs about {_gib(needed * world)} for {counted(world, 'rank')}, "
+            f"this machine has {_gib(_physical_memory())}"
         ]
     return []
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"
 
 
 @cache

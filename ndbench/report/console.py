@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 from ndbench.compare.result import CellVerdict, Comparison
 from ndbench.report import facts, peers, ranking
+from ndbench.report.cells import speed_title, under
 from ndbench.report.facts import Plan
 from ndbench.report.plain import ascii_text, is_plain
+from ndbench.results.fit import Standing
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline
 
@@ -100,7 +102,8 @@ def print_comparison(
             legend = facts.few_line(comparison)
             if legend is not None:
                 _print(console, _Line(legend, "dim"))
-        _explain(console, comparison, plan, run_folder, answered, again)
+        stands = facts.standing_of(records, run_folder)
+        _explain(console, comparison, plan, run_folder, answered, again, stands)
         if draw:
             _draw(console, comparison, measured, plan, baseline)
         for text in ranking.layouts(comparison, plan) if not draw else ():
@@ -110,7 +113,10 @@ def print_comparison(
         for kind, reason, names in facts.folded(plan):
             listed = f"{', '.join(names[:8])}{_more(names, 8)}"
             _print(console, _Line(f"{kind} ({len(names)}): {reason}: {listed}", "dim"))
-        command = facts.accept_command(comparison, run_folder)
+        since = facts.accepted_line(stands)
+        if since is not None:
+            _print(console, _Line(since, wrap=False))
+        command = facts.accept_command(comparison, run_folder, stands)
         if command is not None:
             _print(console, _Line(f"to make this run the reference: {command}", wrap=False))
         if run_folder is not None:
@@ -122,18 +128,18 @@ def print_comparison(
             _print(console, line)
 
 
-def _answers(found: Sequence[Finding], width: int, room: int) -> tuple[list[_Line], set[str]]:
+def _answers(found: Sequence[Finding], width: int, room: int) -> tuple[list[_Line], dict[str, list[str]]]:
     """What is wrong with each cell, how much, how surely, since when and how to see it again, as many cells as fit the
-    lines; and the names of those cells."""
+    lines; and by the names of those cells what was said of them."""
     lines: list[_Line] = []
-    answered: set[str] = set()
+    answered: dict[str, list[str]] = {}
     for finding in found:
         block = [
             _Line(""),
             _Line(f"{finding.cell}: {finding.verdict}", STYLES.get(finding.verdict, ""), 2),
             *(_Line(f"how much    {text}", "bold", 4, 12) for text in finding.what),
-            _Line(f"how surely  {finding.surely}", "", 4, 12),
-            _Line(f"since       {finding.since}", "", 4, 12),
+            *([_Line(f"how surely  {finding.surely}", "", 4, 12)] if finding.surely else ()),
+            *([_Line(f"since       {finding.since}", "", 4, 12)] if finding.since else ()),
             _Line(f"again       {finding.again}", "", 4, wrap=False)
             if finding.again
             else _Line("again       not in this run's plan", "", 4),
@@ -144,7 +150,7 @@ def _answers(found: Sequence[Finding], width: int, room: int) -> tuple[list[_Lin
             lines.append(_Line(named if len(named) < width - 2 else f"and {len(rest)} more: see the table", "", 2))
             break
         lines += block
-        answered.add(finding.cell)
+        answered[finding.cell] = finding.what
     return lines, answered
 
 
@@ -181,18 +187,19 @@ def _table(cells: list[CellVerdict], console: Console) -> Table:
     from rich.text import Text
 
     rows = [facts.row(cell) for cell in cells]
+    speed = speed_title(cells)
     wide = console.width >= WIDE
-    layouts = wide and any(row.layout not in ("", row.cell) for row in rows)
+    layouts = wide and any(row.layout not in ("", cell.name) for cell, row in zip(cells, rows, strict=True))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
     table.add_column("cell", overflow="fold", min_width=8)
     if layouts:
         table.add_column("layout", overflow="fold")
     # names are folded, figures never: one cut short would be another figure
-    for title in ("tokens/s", "change", "peak mem", "last loss")[: 4 if console.width >= NARROW else 2]:
+    for title in (speed, "change", "peak mem", "last loss")[: 4 if console.width >= NARROW else 2]:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for cell, row in zip(cells, rows, strict=True):
-        tokens = f"{row.tokens} {row.spread}".rstrip()
+        tokens = f"{under(speed, row.tokens)} {row.spread}".rstrip()
         change = f"{row.change} {row.interval}".rstrip() if wide else row.change
         figures = [tokens, change, row.memory, row.loss][: 4 if console.width >= NARROW else 2]
         texts = [row.cell, *([row.layout] if layouts else []), *figures]
@@ -229,24 +236,29 @@ def _explain(
     comparison: Comparison,
     plan: Plan | None,
     run_folder: str | Path | None,
-    answered: set[str],
+    answered: dict[str, list[str]],
     command: str | None = None,
+    stands: Standing | None = None,
 ) -> None:
     """The reasons of every cell that is not a plain pass. The commands of the ``answered`` ones stand above already."""
     cells = facts.to_explain(comparison)
     for cell in cells[:MAX_EXPLAINED]:
+        current = cell.current
+        told = [text for text in facts.sentences(cell) if facts.printable(text) not in answered.get(cell.name, ())]
+        more = told or cell.verdict in ("regressed", "missing") or (current is not None and current.log_tail)
+        if not more and cell.name in answered:
+            continue  # the block above has said it all
         console.print()
         _print(console, _Line(f"{cell.name}: {facts.word(cell.verdict)}", STYLES.get(cell.verdict, "")))
-        for sentence in facts.sentences(cell):
+        for sentence in told:
             _print(console, _Line(sentence, indent=2))
-        current = cell.current
         if current is not None and current.log_tail and cell.verdict in ("invalid", "regressed"):
             for text in facts.tail(current.log_tail, LOG_LINES):
                 _print(console, _Line(f"| {text}", "dim", 2, wrap=False))
         again = command or facts.reproduce_command(plan, cell.name)
         if again is not None and cell.verdict in ("regressed", "invalid") and cell.name not in answered:
             _print(console, _Line(f"measure it again: {again}", indent=2, wrap=False))
-        accept = facts.deliberate_command(comparison, cell, run_folder)
+        accept = facts.deliberate_command(comparison, cell, run_folder, stands)
         if accept is not None:
             _print(console, _Line(f"if it is meant to be so: {accept}", indent=2, wrap=False))
     if len(cells) > MAX_EXPLAINED:

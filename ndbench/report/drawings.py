@@ -84,10 +84,11 @@ def step_times(measured: Sequence[Measured], strokes: Strokes, width: int) -> Se
     for cell in cells[:MOST]:
         repeats = [timed for record in cell.good if (timed := _timed(record))]
         every = [value for timed in repeats for value in timed]
-        dropped = max(int(record["steps"]["first_timed"] or 0) for record in cell.good)
+        first = sorted({int(record["steps"]["first_timed"] or 0) for record in cell.good})
+        dropped = " to ".join(str(steps) for steps in dict.fromkeys((first[0], first[-1])))
         more = f", {MOST_REPEATS} of {len(repeats)} repeats" * (len(repeats) > MOST_REPEATS)
         names.append(facts.printable(cell.name))
-        said.append(f"{_range(every)}{f', {dropped} dropped' if dropped else ''}{more}")
+        said.append(f"{_range(every)}{f', {dropped} dropped a repeat' if first[-1] else ''}{more}")
         series.append(repeats[:MOST_REPEATS])
     columns = drawing_width(names, [], said, width)
     rows = []

@@ -13,12 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ndbench.compare.exits import COMPARED
 from ndbench.compare.memory import said_bytes
-from ndbench.compare.result import UNFINISHED, VERDICTS, CellVerdict, Comparison, Current
+from ndbench.compare.result import ACCEPTED, UNFINISHED, VERDICTS, CellVerdict, Comparison, Current, MetricVerdict
 from ndbench.compare.statistics import MIN_REPEATS
+from ndbench.counted import counted
+from ndbench.report.cells import named
 from ndbench.report.intervals import few, interval_of
 from ndbench.report.tracker import known_secrets
 from ndbench.report.wandb_runs import without_secrets
+from ndbench.results.fit import Standing, standing
+from ndbench.results.schema import Record
 
 Plan = Mapping[str, Any]
 WORDS = {"no_baseline": "no baseline"}
@@ -30,6 +35,7 @@ class Row:
     """One cell of the table, as text; empty where there is nothing to show."""
 
     cell: str
+    """Its name, and the engine beside it where that is not the bundled one."""
     layout: str
     tokens: str
     spread: str
@@ -48,14 +54,22 @@ def headline(comparison: Comparison) -> str:
     """``REGRESSED: 1 regressed, 7 pass of 8 cells of hsdp_tp``; ``NO BASELINE: 8 cells of hsdp_tp, compared with
     nothing yet``."""
     total = len(comparison.cells)
-    plural = "" if total == 1 else "s"
     if comparison.mode == UNFINISHED:
-        return f"NOT FINISHED: {total} cell{plural} of {comparison.suite}"
+        return f"NOT FINISHED: {counted(total, 'cell')} of {comparison.suite}"
+    if comparison.mode == ACCEPTED:
+        return f"ACCEPTED: {counted(total, 'cell')} of {comparison.suite}, the reference since"
     if set(comparison.counts) == {"no_baseline"}:
-        return f"NO BASELINE: {total} cell{plural} of {comparison.suite}, compared with nothing yet"
+        return f"NO BASELINE: {counted(total, 'cell')} of {comparison.suite}, compared with nothing yet"
+    untimed = [c for c in comparison.cells if c.verdict in COMPARED and _is_incomparable(c.metric("tokens_per_second"))]
+    speed = f", speed not compared in {len(untimed)}" if untimed else ""
     words = {"no_baseline": "without a baseline"}
     counts = ", ".join(f"{number} {words.get(verdict, word(verdict))}" for verdict, number in comparison.counts.items())
-    return f"{word(comparison.verdict).upper()}: {counts or 'nothing'} of {total} cell{plural} of {comparison.suite}"
+    of = f"{counts or 'nothing'} of {counted(total, 'cell')} of {comparison.suite}"
+    return f"{word(comparison.verdict).upper()}: {of}{speed}"
+
+
+def _is_incomparable(metric: MetricVerdict | None) -> bool:
+    return metric is not None and metric.verdict == "incomparable"
 
 
 def exit_line(comparison: Comparison) -> str:
@@ -67,6 +81,8 @@ def exit_line(comparison: Comparison) -> str:
 def brief_exit_line(comparison: Comparison) -> str:
     """Without its names where they are long: they stand in the table, and the first screen is for the answers."""
     line = exit_line(comparison)
+    if comparison.mode == UNFINISHED:
+        return line
     what, colon, _ = comparison.exit_reason.partition(": ")
     return f"exit {comparison.exit_code}: {what}: see the table" if colon and len(line) > CLIPPED else line
 
@@ -76,10 +92,11 @@ def baseline_line(comparison: Comparison) -> str:
     if comparison.mode == UNFINISHED:
         return "baseline: not compared yet, that comes at the end of a run"
     if comparison.baseline is None:
+        if comparison.mode == ACCEPTED:
+            return "baseline: none when it was measured"
         return "baseline: off (gate.mode=off)" if comparison.mode == "off" else "baseline: none yet"
     newest = f", the newest {age(comparison.newest_days)} old" if comparison.newest_days is not None else ""
-    plural = "" if comparison.sessions == 1 else "s"
-    return f"baseline: {comparison.baseline} ({comparison.sessions} session{plural}{newest})"
+    return f"baseline: {comparison.baseline} ({counted(comparison.sessions, 'session')}{newest})"
 
 
 def age(days: float) -> str:
@@ -100,9 +117,19 @@ def row(cell: CellVerdict) -> Row:
     if current is None or current.step_seconds is current.tokens_per_second is None:
         outcome = current.outcome if current is not None and current.outcome != "ok" else "-"
         layout = (current.layout if current is not None else None) or ""
-        return Row(cell.name, layout, outcome, "", "", "", "", "", word(cell.verdict))
+        return Row(
+            named(cell.name, current.engine if current else None),
+            layout,
+            outcome,
+            "",
+            "",
+            "",
+            "",
+            "",
+            word(cell.verdict),
+        )
     return Row(
-        cell=cell.name,
+        cell=named(cell.name, current.engine),
         layout=current.layout or "",
         tokens=_speed(current),
         spread=_spread(current),
@@ -140,7 +167,7 @@ def _spread(current: Current) -> str:
     half = (current.tokens_high - current.tokens_low) / 2 / current.tokens_per_second
     if half >= WIDE:  # about as wide as it is high, and not the same to both sides
         factor = (current.tokens_high / current.tokens_low) ** 0.5 if current.tokens_low > 0 else float("inf")
-        return f"x or / {factor:.2g}" if factor < 100 else "x or / 100+"
+        return f"\u00d7/\u00f7 {factor:.2g}" if factor < 100 else "\u00d7/\u00f7 100+"
     return f"±{half:.0%}"
 
 
@@ -151,7 +178,8 @@ def few_line(comparison: Comparison) -> str | None:
         return None
     said = " or ".join(str(count) for count in counts)
     signs = ", ".join(f"n={count}" for count in counts)
-    return f"{signs}: {said} repeat{'s' * (counts != [1])}: too few for an interval, {MIN_REPEATS} or more give one"
+    many = "1 repeat" if counts == [1] else f"{said} repeats"
+    return f"{signs}: {many}: too few for an interval, {MIN_REPEATS} or more give one"
 
 
 def by_severity(cells: Sequence[CellVerdict]) -> list[CellVerdict]:
@@ -208,18 +236,45 @@ def listed(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + rest
 
 
-def accept_command(comparison: Comparison, run_folder: str | Path | None = None) -> str | None:
-    """The command that makes this run a reference, where that is a sensible next step; else null."""
+def standing_of(records: Sequence[Record], run_folder: str | Path | None) -> Standing | None:
+    """How the run stands to the baseline that the command printed for it would add to; null without records."""
+    if not records or run_folder is None:
+        return None
+    folder = Path(run_folder)
+    return standing(records, folder.parent.parent if folder.parent.name == "runs" else "results")
+
+
+def accept_command(
+    comparison: Comparison, run_folder: str | Path | None = None, stands: Standing | None = None
+) -> str | None:
+    """The command that makes this run a reference, where that is a sensible next step and, as far as ``stands`` says,
+    would not be refused; else null."""
     acceptable = [cell for cell in comparison.cells if cell.current is not None and cell.current.ok_repeats]
     wanted = ("no_baseline", "new", "improved", "incomparable", "inconclusive")
+    acceptable = [cell for cell in acceptable if stands is None or stands.takes(cell.name)]
     if comparison.mode in ("off", "ab", UNFINISHED) or not any(cell.verdict in wanted for cell in acceptable):
         return None
     return f'ndbench baseline accept {run_argument(comparison, run_folder)} --reason "…"'
 
 
-def deliberate_command(comparison: Comparison, cell: CellVerdict, run_folder: str | Path | None = None) -> str | None:
-    """The command that accepts a regressed or missing cell on purpose; null for any other."""
+def accepted_line(stands: Standing | None) -> str | None:
+    """Which cells of the run are part of the baseline since; null for none."""
+    if stands is None or stands.session is None or not stands.accepted:
+        return None
+    return f"accepted since, as {stands.session}: {listed(stands.accepted)}"
+
+
+def deliberate_command(
+    comparison: Comparison,
+    cell: CellVerdict,
+    run_folder: str | Path | None = None,
+    stands: Standing | None = None,
+) -> str | None:
+    """The command that accepts a regressed or missing cell on purpose; null for any other, and where ``stands`` says
+    that it would be refused."""
     if cell.verdict not in ("regressed", "missing") or comparison.mode in ("ab", UNFINISHED):
+        return None
+    if stands is not None and not stands.takes(cell.name):
         return None
     run = run_argument(comparison, run_folder)
     return f'ndbench baseline accept {run} --cells {shlex.quote(cell.name)} --reason "…"'

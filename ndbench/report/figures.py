@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from ndbench.report import facts
+from ndbench.report.cells import SCRIPT
 from ndbench.results.schema import Record
 
 Figure = dict[str, Any]
@@ -76,7 +77,7 @@ def workload(cell: Mapping[str, Any], batch: bool = True) -> tuple[str, str]:
         training.pop("global_batch_size", None)
     key = json.dumps([_of(cell, "model"), training, cell.get("data"), cell.get("engine_config")], sort_keys=True)
     if (cell.get("engine_config") or {}).get("command"):
-        return key, "a script of its own"  # its model, batch and precision are not in the configuration
+        return key, SCRIPT
     said = [(cell.get("model") or {}).get("name", "?"), f"{training.get('sequence_length', '?')} tokens"]
     if batch and training.get("global_batch_size"):
         said.append(f"batch {training['global_batch_size']}")
@@ -106,7 +107,8 @@ def axes(x: str, y: str) -> dict[str, Any]:
 
 
 def axis_of(title: str) -> dict[str, Any]:
-    return {"title": {"text": title}, "automargin": True, "zeroline": False}
+    # a standoff lets the margin grow by the title, which a narrow screen cuts off otherwise
+    return {"title": {"text": title, "standoff": 8}, "automargin": True, "zeroline": False}
 
 
 def thinned(count: int) -> list[int]:

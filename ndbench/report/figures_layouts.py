@@ -33,13 +33,16 @@ MOST_BARS = 60
 
 
 def pareto(cells: Sequence[Measured]) -> tuple[Figure, str] | None:
-    """Tokens/s of one device against peak memory, the front of what no other layout beats in both, the best named."""
+    """Tokens/s of one device against peak memory, the front of what no other layout beats in both, the best named.
+
+    Null for fewer than two cells: a point alone tells nothing on axes that are drawn around it.
+    """
     points = [
         (cell, memory / 2**20, speed)
         for cell in cells
         if (speed := cell.per_device) is not None and (memory := cell.mean("peak_allocated_bytes")) is not None
     ]
-    if not points:
+    if len(points) < 2:
         return None
     unit, scale = ("GiB", 1024.0) if max(memory for _, memory, _ in points) >= 1024 else ("MiB", 1.0)
     ranked = sorted(points, key=lambda point: (-point[2], point[1]))
@@ -81,7 +84,7 @@ def pareto(cells: Sequence[Measured]) -> tuple[Figure, str] | None:
                     "hovertemplate": f"%{{text}}<br>%{{y:,.4s}} tokens/s a device<br>%{{x:.3g}} {unit}<extra></extra>",
                 }
             )
-    layout = axes(f"peak memory of the worst rank ({unit})", "tokens/s a device")
+    layout = axes(f"peak memory, worst rank ({unit})", "tokens/s a device")
     said = f"Best: {best[0].name}, {best[2]:,.4g} tokens/s a device at {best[1] / scale:,.3g} {unit}. "
     names = ", ".join(point[0].name for point in front)
     return {"data": traces, "layout": layout}, said + f"On the Pareto front: {names}."

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from ndbench.compare.result import Comparison
 from ndbench.report import html as page
-from ndbench.results.baseline import hardware_key
+from ndbench.results.fit import hardware_key
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline, read_baseline
-from ndbench.results.store import RunFolder
+from ndbench.results.store import PairsFolder, RunFolder
 
 
 def write_files(
@@ -20,8 +20,10 @@ def write_files(
     png: Path | None,
     results_dir: Path | None = None,
     source: str | None = None,
+    again: str | None = None,
 ) -> list[Path]:
-    """Write what is asked for and return the paths. ``source`` is the history's baseline, by default the run's own.
+    """Write what is asked for and return the paths. ``source`` is the history's baseline, by default the run's own;
+    ``again`` the command to repeat, where it is not the plan's.
 
     Raises ``ValueError`` when a library is absent or a ``source`` that was named cannot be read.
     """
@@ -31,7 +33,9 @@ def write_files(
     text = None
     if html is not None:
         baseline, remarks = history_of(run, records, comparison, results_dir, source)
-        text = page.render(comparison, records, plan=plan, baseline=baseline, run_folder=run.path, remarks=remarks)
+        text = page.render(
+            comparison, records, plan=plan, baseline=baseline, run_folder=run.path, remarks=remarks, again=again
+        )
     if png is not None:  # before anything is written: it is what may be refused
         written += page.save_pictures(comparison, records, png, plan=plan)
     if html is not None and text is not None:
@@ -54,7 +58,7 @@ def history_of(
     Without ``fetch`` one that lies on a server is only named. Raises ``ValueError`` when a ``source`` that was named
     cannot be read.
     """
-    if not records or (comparison.mode == "off" and source is None):
+    if not records or (comparison.mode == "off" and source is None) or isinstance(run, PairsFolder):
         return None, []
     planned = run.plan.get("baseline") if run.plan_path.is_file() else None
     if not fetch and source is None and str(planned).startswith("wandb:"):

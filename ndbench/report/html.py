@@ -16,6 +16,7 @@ from typing import Any
 from ndbench.compare.memory import said_bytes
 from ndbench.compare.result import Comparison
 from ndbench.report import facts, figures, figures_cells, figures_layouts, page_facts, pictures
+from ndbench.report.cells import speed_title, under
 from ndbench.report.facts import Plan
 from ndbench.report.figures import Figure, Measured
 from ndbench.report.tracker import known_secrets
@@ -47,8 +48,10 @@ def render(
     baseline: Baseline | None = None,
     run_folder: str | Path | None = None,
     remarks: Sequence[str] = (),
+    again: str | None = None,
 ) -> str:
-    """The whole page. ``baseline`` is for the history of each cell; ``remarks`` are shown beside the run's notes.
+    """The whole page. ``baseline`` is for the history of each cell; ``remarks`` are shown beside the run's notes;
+    ``again`` is the command to repeat, where it is not the plan's.
 
     Raises ``ValueError`` naming the extra to install when Jinja2 or Plotly is absent.
     """
@@ -59,7 +62,8 @@ def render(
     except ImportError as error:
         raise ValueError(f"an HTML report needs {error.name}: pip install 'ndbench[report]'") from error
     measured = page_facts.measured_cells(records, comparison, plan)
-    rows, prints = page_facts.rows(measured, comparison, plan, baseline, run_folder)
+    stands = facts.standing_of(records, run_folder)
+    rows, prints = page_facts.rows(measured, comparison, plan, baseline, run_folder, stands, again)
     drawn: dict[str, Figure] = {}
     overview = _overview(measured, drawn)
     for row in rows:
@@ -84,14 +88,17 @@ def render(
         exit_line=facts.brief_exit_line(comparison),
         baseline_line=facts.baseline_line(comparison),
         notes=[facts.printable(note) for note in [*comparison.notes, *remarks]],
-        findings=page_facts.findings(measured, comparison, plan, baseline),
+        findings=page_facts.findings(measured, comparison, plan, baseline, again),
         remarks=[facts.printable(text) for text in facts.remarks(comparison)],
         few=facts.few_line(comparison),
-        accept=facts.accept_command(comparison, run_folder),
-        measure=_measure_command(plan),
+        accept=facts.accept_command(comparison, run_folder, stands),
+        accepted=facts.accepted_line(stands),
+        measure=again or _measure_command(plan),
         rows=rows,
         verdicts=list(comparison.counts),
         word=facts.word,
+        speed=speed_title(comparison.cells),
+        under=under,
         marks=MARKS,
         overview=overview,
         drawn=drawn,

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ndbench.compare.result import CellVerdict, Comparison
+from ndbench.counted import counted
 from ndbench.report import facts, page_facts, peers, ranking
+from ndbench.report.cells import speed_title, under
 from ndbench.report.facts import Plan
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline
@@ -67,13 +69,23 @@ def render(
     cells = facts.by_severity(comparison.cells)
     measured = page_facts.measured_cells(records, comparison, plan)
     since = {found.cell: found.since for found in page_facts.findings(measured, comparison, plan, baseline)}
+    stands = facts.standing_of(records, run_folder)
     blocks = [
-        _reasons(comparison, cell, again or facts.reproduce_command(plan, cell.name), run_folder, since.get(cell.name))
+        _reasons(
+            cell,
+            again or facts.reproduce_command(plan, cell.name),
+            facts.deliberate_command(comparison, cell, run_folder, stands),
+            since.get(cell.name),
+        )
         for cell in facts.to_explain(comparison)
     ]
+    ends = [escape(said)] if (said := facts.accepted_line(stands)) is not None else []
+    command = facts.accept_command(comparison, run_folder, stands)
+    if command is not None:
+        ends.append(f"To make this run the reference: {code(command)}")
     shown, explained = len(cells), len(blocks)
     while True:
-        text = _page(comparison, cells[:shown], blocks[:explained], plan, run_folder, len(blocks))
+        text = _page(comparison, cells[:shown], blocks[:explained], plan, ends, len(blocks))
         if len(text.encode()) <= limit or shown + explained == 0:
             return text
         explained, shown = (explained * 3 // 4, shown) if explained else (0, shown * 3 // 4)
@@ -84,7 +96,7 @@ def _page(
     cells: list[CellVerdict],
     blocks: list[str],
     plan: Plan | None,
-    run_folder: str | Path | None,
+    ends: list[str],
     total_blocks: int,
 ) -> str:
     parts = [f"## ndbench: {escape(facts.headline(comparison))}", escape(facts.exit_line(comparison)) + "\\"]
@@ -97,7 +109,7 @@ def _page(
     if quiet and not changed:
         parts.append(_table(quiet))
     elif quiet:
-        parts.append(_fold(f"{len(quiet)} cell{'s' * (len(quiet) != 1)} without objection", _table(quiet)))
+        parts.append(_fold(f"{counted(len(quiet), 'cell')} without objection", _table(quiet)))
     legend = facts.few_line(comparison)
     if legend is not None:
         parts.append(escape(legend))
@@ -118,11 +130,8 @@ def _page(
     if away:
         lines = [f"- {kind} ({len(names)}): {escape(reason)}: {escape(_listed(names))}" for kind, reason, names in away]
         total = sum(len(names) for _, _, names in away)
-        parts.append(_fold(f"{total} cell{'s' * (total != 1)} that did not run", "\n".join(lines)))
-    command = facts.accept_command(comparison, run_folder)
-    if command is not None:
-        parts.append(f"To make this run the reference: {code(command)}")
-    return "\n\n".join(parts) + "\n"
+        parts.append(_fold(f"{counted(total, 'cell')} that did not run", "\n".join(lines)))
+    return "\n\n".join([*parts, *ends]) + "\n"
 
 
 def _listed(names: list[str], most: int = 50) -> str:
@@ -130,14 +139,15 @@ def _listed(names: list[str], most: int = 50) -> str:
 
 
 def _table(cells: list[CellVerdict]) -> str:
-    lines = ["| | cell | layout | tokens/s | change | peak memory | last loss | verdict |"]
+    speed = speed_title(cells)
+    lines = [f"| | cell | layout | {speed} | change | peak memory | last loss | verdict |"]
     lines.append("|---|---|---|---:|---:|---:|---:|---|")
     for cell in cells:
         row = facts.row(cell)
         values = [
             row.cell,
             row.layout,
-            f"{row.tokens} {row.spread}",
+            f"{under(speed, row.tokens)} {row.spread}",
             f"{row.change} {row.interval}",
             row.memory,
             row.loss,
@@ -151,16 +161,13 @@ def _fold(title: str, body: str) -> str:
     return f"<details><summary>{html.escape(title)}</summary>\n\n{body}\n\n</details>"
 
 
-def _reasons(
-    comparison: Comparison, cell: CellVerdict, again: str | None, run_folder: str | Path | None, since: str | None
-) -> str:
+def _reasons(cell: CellVerdict, again: str | None, accept: str | None, since: str | None) -> str:
     lines = [f"**{escape(cell.name)}**: {facts.word(cell.verdict)}", ""]
     lines += [f"- {escape(sentence)}" for sentence in facts.sentences(cell)]
-    if since is not None:
+    if since:
         lines.append(f"- since: {escape(since)}")
     if again is not None and cell.verdict in ("regressed", "invalid"):
         lines.append(f"- measure it again: {code(again)}")
-    accept = facts.deliberate_command(comparison, cell, run_folder)
     if accept is not None:
         lines.append(f"- if it is meant to be so: {code(accept)}")
     log = facts.tail(cell.current.log_tail, LOG_LINES) if cell.current is not None else []

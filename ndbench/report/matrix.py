@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from ndbench.counted import counted
+from ndbench.report.cells import engine_of
 from ndbench.report.columns import Column, print_columns
 from ndbench.report.cost import Cost
 from ndbench.report.progress import duration
@@ -16,6 +18,11 @@ if TYPE_CHECKING:
     from ndbench.config import Cell
     from ndbench.matrix.expand import Matrix
 
+BY_ESTIMATE = "needs about "
+"""How the reason of a cell too large for the memory begins."""
+MARGIN = (
+    "A cell fits when its estimate is no more than all of the memory; estimates are within a quarter of measured peaks."
+)
 NAMES_SHOWN = 12
 """Names of cells that are listed after one reason; JSON has them all."""
 
@@ -38,6 +45,8 @@ def print_matrix(matrix: Matrix, costs: Mapping[str, Cost], console: Console) ->
             console.print(Text(f"\n{title}: {_count(reasons, 'cell')}"), style="bold")
             for reason, names in _by_reason(reasons).items():
                 console.print(Text(f"  {reason}: {_listed(names)}"), soft_wrap=not console.is_terminal)
+            if any(reason.startswith(BY_ESTIMATE) for _, reason in reasons):
+                console.print(Text(MARGIN), soft_wrap=not console.is_terminal)
     for warning in matrix.warnings:
         console.print(Text(f"warning: {warning}"), style="yellow", soft_wrap=not console.is_terminal)
 
@@ -66,10 +75,11 @@ def _cell_json(cell: Cell, cost: Cost) -> dict[str, Any]:
         "layout": cell.layout,
         "world_size": cell.world_size,
         "parallelism": cell.parallelism.sizes,
-        "model": cell.config.model.name,
+        "engine": cell.config.engine.name,
+        "model": cell.config.model.name if cell.config.engine.command is None else None,
         "hardware": cell.config.hardware.name,
         "precision": cell.config.training.precision,
-        "tokens_per_step": _tokens(cell),
+        "tokens_per_step": _tokens(cell) if cell.config.engine.command is None else None,
         "repeats": cost.repeats,
         "memory_bytes_per_rank": cost.memory_bytes,
         "seconds": cost.seconds,
@@ -80,7 +90,9 @@ def _cell_json(cell: Cell, cost: Cost) -> dict[str, Any]:
 def _print_cells(cells: list[Cell], costs: Mapping[str, Cost], console: Console) -> None:
     layouts = any(cell.name != cell.layout for cell in cells)
     hardware = len({cell.config.hardware.name for cell in cells}) > 1
-    titles = ["cell", *(["layout"] if layouts else []), *(["hardware"] if hardware else []), "model"]
+    engines = any(engine_of(cell.name, cell.config.engine.name) for cell in cells)
+    titles = ["cell", *(["layout"] if layouts else []), *(["hardware"] if hardware else [])]
+    titles += [*(["engine"] if engines else []), "model"]
     columns = [Column(title) for title in titles]
     columns += [Column(title, right=True) for title in ("ranks", "tokens/step", "memory/rank", "repeats", "time")]
     rows = []
@@ -90,9 +102,10 @@ def _print_cells(cells: list[Cell], costs: Mapping[str, Cost], console: Console)
             cell.name,
             *([cell.layout] if layouts else []),
             *([cell.config.hardware.name] if hardware else []),
+            *([cell.config.engine.name] if engines else []),
             "-" if cell.config.engine.command is not None else cell.config.model.name,
             str(cell.world_size),
-            f"{_tokens(cell):,}",
+            "-" if cell.config.engine.command is not None else f"{_tokens(cell):,}",
             _bytes(cost.memory_bytes),
             str(cost.repeats),
             _time(cost),
@@ -104,7 +117,7 @@ def _print_cells(cells: list[Cell], costs: Mapping[str, Cost], console: Console)
 def _total(cells: list[Cell], costs: Mapping[str, Cost]) -> str:
     known = [cost for cell in cells if (cost := costs[cell.name]).seconds is not None]
     repeats = sum(costs[cell.name].repeats for cell in cells)
-    told = f"{_count(cells, 'cell')}, {repeats} repeats"
+    told = f"{_count(cells, 'cell')}, {counted(repeats, 'repeat')}"
     if not known:
         return f"{told}; the time cannot be estimated: hardware without a peak, cells never measured"
     seconds = sum(cost.seconds or 0.0 for cost in known)
@@ -144,5 +157,4 @@ def _listed(names: list[str]) -> str:
 
 
 def _count(things: Iterable[Any], noun: str) -> str:
-    number = len(list(things))
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return counted(len(list(things)), noun)

@@ -13,11 +13,14 @@ from typing import Any
 
 from ndbench.compare.memory import said_bytes
 from ndbench.compare.result import CellVerdict, Comparison, MetricVerdict
+from ndbench.counted import counted
 from ndbench.report import facts, figures
+from ndbench.report.cells import engine_of, model_of
 from ndbench.report.facts import Plan
 from ndbench.report.figures import Measured
 from ndbench.report.figures_cells import HERE, Point
 from ndbench.report.intervals import few, interval_of
+from ndbench.results.fit import Standing
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline
 
@@ -43,6 +46,7 @@ class Finding:
     """The metrics, such as ``tokens/s -12.0 %``."""
     surely: str
     since: str
+    """Both empty where there is nothing to say."""
     again: str | None
 
 
@@ -51,6 +55,8 @@ class Row:
     index: int
     shown: facts.Row
     verdict: str
+    engine: str
+    """Empty for the bundled one."""
     model: str
     world: int
     per_device: float | None
@@ -97,6 +103,8 @@ def rows(
     plan: Plan | None,
     baseline: Baseline | None,
     run_folder: str | Path | None,
+    stands: Standing | None = None,
+    command: str | None = None,
 ) -> tuple[list[Row], list[Fingerprint]]:
     verdicts = {cell.name: cell for cell in comparison.cells}
     prints: dict[str, tuple[int, dict[str, dict[str, str]]]] = {}
@@ -119,7 +127,8 @@ def rows(
                 index=index,
                 shown=facts.row(verdict),
                 verdict=verdict.verdict,
-                model=str((cell.cell.get("model") or {}).get("name", "")),
+                engine=engine_of(cell.name, cell.cell.get("engine")),
+                model=model_of(cell.cell),
                 world=cell.world,
                 per_device=cell.per_device,
                 tokens=cell.mean("tokens_per_second"),
@@ -128,7 +137,9 @@ def rows(
                 loss=verdict.current.loss_last if verdict.current else None,
                 repeats=_repeats(verdict),
                 sentences=[facts.printable(text) for text in facts.sentences(verdict)],
-                commands=commands(comparison, verdict, plan, run_folder),
+                commands=commands(comparison, verdict, plan, run_folder, stands)
+                if command is None
+                else [("both sides again", command)],
                 log=facts.tail(verdict.current.log_tail, LOG_LINES) if verdict.current else [],
                 collectives=_collectives(cell),
                 yardstick=_yardstick(cell),
@@ -181,7 +192,11 @@ def _yardstick(cell: Measured) -> str:
 
 
 def commands(
-    comparison: Comparison, cell: CellVerdict, plan: Plan | None, run_folder: str | Path | None
+    comparison: Comparison,
+    cell: CellVerdict,
+    plan: Plan | None,
+    run_folder: str | Path | None,
+    stands: Standing | None = None,
 ) -> list[tuple[str, str]]:
     """Every command that reproduces the row or acts on it."""
     found = []
@@ -192,7 +207,7 @@ def commands(
         found.append(("what it is, without measuring", show))
     compare = facts.run_argument(comparison, run_folder)
     found.append(("decide anew, against the baseline as it is now", f"ndbench compare {compare}"))
-    accept = facts.deliberate_command(comparison, cell, run_folder)
+    accept = facts.deliberate_command(comparison, cell, run_folder, stands)
     if accept is not None:
         found.append(("if it is meant to be so", accept))
     return found
@@ -220,12 +235,17 @@ def findings(
                     index=index,
                     verdict=facts.word(cell.verdict),
                     what=[facts.clipped(_what(metric)) for metric in bad] or [facts.word(cell.verdict)],
-                    surely="; ".join(dict.fromkeys(sure)) or "exact: no statistics",
-                    since=_other_side(comparison) or _since(own, cell, baseline) or "no earlier session",
+                    surely="; ".join(dict.fromkeys(sure)) or _certain(bad),
+                    since=_other_side(comparison) or _since(own, cell, baseline),
                     again=again or facts.reproduce_command(plan, cell.name),
                 )
             )
     return found
+
+
+def _certain(bad: Sequence[MetricVerdict]) -> str:
+    """Of what is no estimate; nothing of a cell that was not measured: there is nothing to be sure of."""
+    return "" if any(metric.verdict == "invalid" for metric in bad) else "exact: no statistics"
 
 
 def _other_side(comparison: Comparison) -> str:
@@ -250,7 +270,7 @@ def _surely(metric: MetricVerdict, cell: CellVerdict) -> str:
         if bounds is not None:
             parts.append(f"95 % interval {bounds[0]:+.1%} to {bounds[1]:+.1%}")
         elif cell.current is not None and few(cell.current):
-            parts.append(f"{cell.current.ok_repeats} repeats: too few for an interval")
+            parts.append(f"{counted(cell.current.ok_repeats, 'repeat')}: too few for an interval")
         p = metric.details.get("p_slower", metric.details.get("p"))
         if p is not None:
             parts.append(f"p = {p:.1g}" if p >= 1e-4 else "p < 0.0001")
@@ -275,9 +295,14 @@ def _since(measured: Measured, cell: CellVerdict, baseline: Baseline | None) -> 
     if not held:
         return "" if cell.against is None else f"the baseline, {facts.age(cell.against.newest_days)} old"
     last = held[-1]
-    commit = f", commit {last.commit[:10]}" if last.commit else ""
-    own = measured.records[0]["code"]["commit"] if measured.records else None
-    return f"after session {last.session} ({_day(last.accepted)}{commit})" + (f"; here {own[:10]}" if own else "")
+    commit = f", commit {_code(last.commit, last.dirty)}" if last.commit else ""
+    code = measured.records[0]["code"] if measured.records else {"commit": None, "dirty": None}
+    here = f"; here {_code(code['commit'], code['dirty'])}" if code["commit"] else ""
+    return f"after session {last.session} ({_day(last.accepted)}{commit}){here}"
+
+
+def _code(commit: str, dirty: bool | None) -> str:
+    return f"{commit[:10]} + uncommitted changes" if dirty else commit[:10]
 
 
 def history_points(cell: Measured, baseline: Baseline | None) -> list[Point]:

@@ -21,7 +21,7 @@ from ndbench.config import TrainingConfig
 from ndbench.measure.flops import MATMUL_SIDE
 from ndbench.report.peers import MEMORY, OURS, work_of
 from ndbench.results.schema import Record
-from ndbench.results.sessions import Baseline, Session, read_baseline
+from ndbench.results.sessions import Baseline, Session, read_baseline, stored_suites
 
 BLOCK = re.compile(r"(<!-- performance: (?P<pattern>\S+) -->\n)(?P<body>.*?)(<!-- /performance -->)", re.DOTALL)
 """What :func:`rewrite` fills; the pattern is of ``HARDWARE/SUITE``."""
@@ -38,8 +38,7 @@ NONE_YET = "No record is stored yet: `ndbench suite=peers`, then `ndbench baseli
 def table(root: Path, pattern: str = "*") -> str:
     """Markdown of every baseline below ``root`` whose ``HARDWARE/SUITE`` is like ``pattern``, a table a machine."""
     machines: dict[str, list[str]] = {}
-    folders = {path.parent.parent for path in root.glob("*/*/*/session.json") if "/." not in path.as_posix()}
-    for folder in sorted(folders):
+    for folder in stored_suites(root):
         if fnmatch.fnmatchcase("/".join(folder.relative_to(root).parts), pattern):
             for machine, row in _rows(folder):
                 machines.setdefault(machine, []).append(row)

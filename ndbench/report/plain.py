@@ -26,6 +26,7 @@ def ascii_text(text: str) -> str:
     """The text in ASCII: a lookalike where there is one, else ``?``."""
     if text.isascii():
         return text
+    text = text.replace("\u00d7/\u00f7", "x or /")
     return "".join(letter if letter.isascii() else LOOKALIKES.get(letter, "?") for letter in text)
 
 

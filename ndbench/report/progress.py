@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ndbench.counted import counted
 from ndbench.results.schema import Record
 
 REFRESH_SECONDS = 0.5
@@ -28,7 +29,7 @@ def duration(seconds: float) -> str:
     if days == 0:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     if days < 10:
-        return f"{days} day{'s' * (days > 1)} {rest // 3600:02d} h"
+        return f"{counted(days, 'day')} {rest // 3600:02d} h"
     return f"{days} days" if days < 2 * 365 else f"{days // 365:,} years"
 
 
@@ -97,7 +98,7 @@ class Progress:
         left = ""
         if self._done_here:
             left = f"  {duration(elapsed / self._done_here * (self._total - self._done))} left"
-        line = f"{self._done}/{self._total} repeats  {duration(elapsed)}{left}"
+        line = f"{self._done}/{counted(self._total, 'repeat')}  {duration(elapsed)}{left}"
         running = self._running
         if running is not None:
             cell, repeat, steps = running

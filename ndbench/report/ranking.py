@@ -12,7 +12,9 @@ from typing import Any
 
 from ndbench.compare.memory import said_bytes
 from ndbench.compare.result import CellVerdict, Comparison
+from ndbench.counted import counted
 from ndbench.report import facts
+from ndbench.report.cells import SCRIPT
 from ndbench.report.facts import Plan
 from ndbench.report.intervals import few
 
@@ -65,7 +67,11 @@ def _titles(workloads: Sequence[str]) -> dict[str, str]:
         workload: (found.get("model.name", "?"), found.get("training.sequence_length", "?"))
         for workload, found in facts_of.items()
     }
-    titles = {workload: f"{model}, {tokens} tokens" for workload, (model, tokens) in parts.items()}
+    titles = {
+        # the model and data of a script are not in the configuration
+        workload: f"{model}, {tokens} tokens" if facts_of[workload].get("engine.command", "null") == "null" else SCRIPT
+        for workload, (model, tokens) in parts.items()
+    }
     apart = len(set(titles.values()))
     for key in keys:
         if apart == len(workloads):
@@ -120,7 +126,7 @@ def _tie(ranked: Sequence[CellVerdict]) -> str:
     best = ranked[0].current
     counts = [cell.current.ok_repeats for cell in ranked if cell.current is not None and few(cell.current)]
     if best is None or counts:
-        return f"; {min(counts, default=0)} repeat{'s' * (min(counts, default=0) != 1)}: too few to be sure"
+        return f"; {counted(min(counts, default=0), 'repeat')}: too few to be sure"
     low = best.tokens_low or best.tokens_per_second or 0.0
     close = [c.name for c in ranked[1:] if c.current is not None and (c.current.tokens_high or speed_of(c)) >= low]
     return f"; not told apart from it by these repeats: {facts.listed(close)}" if close else ""

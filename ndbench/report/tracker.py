@@ -25,6 +25,7 @@ import psutil
 
 from ndbench.compare.result import Comparison
 from ndbench.config import TrackerConfig
+from ndbench.counted import counted
 from ndbench.report.wandb_runs import without_secrets
 from ndbench.results.store import RunFolder
 
@@ -99,7 +100,7 @@ def _push(job: dict[str, Any], tracker: TrackerConfig) -> str:
     job |= {"mode": mode, "project": tracker.project, "entity": tracker.entity, "tags": list(tracker.tags)}
     answer = _call(job | {"hide": known_secrets()}, tracker.timeout, online=mode == "online", scratch=Path(job["home"]))
     folder = Path(job["home"]) / "wandb"
-    done = f"wandb: {answer['sent']} runs {'sent' if answer['online'] else 'written'}"
+    done = f"wandb: {counted(int(answer['sent']), 'run')} {'sent' if answer['online'] else 'written'}"
     if answer["unchanged"]:
         done += f", {answer['unchanged']} were there already"
     where = f" to project {tracker.project}" if answer["online"] else ""

@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ndbench.config import Cell
+from ndbench.counted import counted
 from ndbench.report.progress import duration
 
 PRINT_SECONDS = 10.0
@@ -36,9 +37,10 @@ class TrainingView:
         self._last: dict[str, Any] | None = None
         self._shown: dict[str, Any] | None = None
         """The line that was printed last."""
-        self._here = 0
-        self._busy = 0.0
-        self._first = 0
+        self._here: list[float] = []
+        """Seconds of each step so far with what came after it (evaluation, checkpoint)."""
+        self._since: list[tuple[float, float]] = []
+        """(tokens, seconds) of each step since the last line; of a live line, of the last ``PRINT_SECONDS``."""
         self._printed = time.monotonic()
         self._drawn = 0.0
         self._live: Live | None = None
@@ -60,8 +62,9 @@ class TrainingView:
         checkpoint that is gone on from and its step."""
         config = self._cell.config
         training, model = config.training, config.model
+        on, steps = counted(self._cell.world_size, "rank"), counted(training.steps, "step")
         self._say(
-            f"{model.name} on {self._cell.world_size} ranks ({config.parallelism.layout}), {training.steps} steps of "
+            f"{model.name} on {on} ({config.parallelism.layout}), {steps} of "
             f"{training.global_batch_size} x {training.sequence_length} tokens, {training.precision}"
         )
         if text is not None:
@@ -69,7 +72,8 @@ class TrainingView:
             more = f", cut at data.max_bytes {config.data.max_bytes:,}" if cut else ""
             trained_on = max(tokens * (1 - config.evaluation.fraction), 1)
             passes = training.steps * training.global_batch_size * training.sequence_length / trained_on
-            self._say(f"data={config.data.name}: {tokens:,} tokens, {documents:,} documents{more}; {passes:.1f} passes")
+            read = f"{tokens:,} tokens, {counted(documents, 'document')}{more}"
+            self._say(f"data={config.data.name}: {read}; {passes:.1f} passes")
         elif config.data.name == "markov":
             self._say("data=markov: synthetic tokens; your text: data=text data.files=[FILE,FOLDER] or data=dataset")
         if start is not None:
@@ -83,9 +87,12 @@ class TrainingView:
     def update(self) -> None:
         """Read the log's new lines and show where the run is."""
         for line in self._new_lines():
-            self._here += 1
-            self._first = self._first or line["step"]
-            self._busy += line["seconds"] + line.get("validation_seconds", 0.0) + line.get("checkpoint_seconds", 0.0)
+            between = line.get("validation_seconds", 0.0) + line.get("checkpoint_seconds", 0.0)
+            self._here.append(line["seconds"] + between)
+            self._since.append((line["tokens_per_second"] * line["seconds"], line["seconds"]))
+            if self._live is not None:
+                while len(self._since) > 1 and sum(seconds for _, seconds in self._since) > PRINT_SECONDS:
+                    del self._since[0]
             self._last = line
             if "validation_loss" in line:
                 self._print(line)
@@ -156,14 +163,19 @@ class TrainingView:
     def _print(self, line: dict[str, Any]) -> None:
         self._printed, self._shown = time.monotonic(), line
         self._say(self._line(line))
+        self._since = []
 
     def _line(self, line: dict[str, Any]) -> str:
         steps = self._cell.config.training.steps
-        each = self._busy / max(line["step"] - self._first + 1, 1)
+        # the first step compiles and warms up: it says nothing of those to come, where there are others
+        here = self._here[1:] or self._here
+        each = sum(here) / len(here)
+        own = self._since[1:] if len(self._since) == len(self._here) > 1 else self._since
+        rate = sum(tokens for tokens, _ in own) / sum(seconds for _, seconds in own)
         parts = [f"step {line['step']}/{steps}", f"loss {_number(line['loss'], '.4f')}"]
         if line.get("grad_norm") is not None:
             parts.append(f"norm {line['grad_norm']:.3g}")
-        parts.append(f"{line['tokens_per_second']:,.0f} tokens/s")
+        parts.append(f"{rate:,.0f} tokens/s")
         parts.append(f"{line['memory_bytes'] / 2**20:,.0f} MiB a rank")
         if "validation_loss" in line:
             parts.append(f"validation loss {_number(line['validation_loss'], '.4f')}")

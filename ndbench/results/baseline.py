@@ -20,14 +20,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+from ndbench.counted import counted
+from ndbench.results.fit import by_cell, hardware_key, unfit
 from ndbench.results.schema import SCHEMA_VERSION, Record
 from ndbench.results.sessions import (
     Baseline,
     Session,
     baseline_folder,
     read_baseline,
+    stored_suites,
 )
-from ndbench.results.store import RunFolder, check_name, find_run, hardware_folder, read_json
+from ndbench.results.store import RunFolder, check_name, find_run, read_json
 from ndbench.results.writing import add_cells, locked
 
 
@@ -102,13 +105,10 @@ def accept(
     if not records:
         raise ValueError(f"{run.path} holds no record: there is nothing to accept")
     verdicts = verdicts if verdicts is not None else _verdicts_of(run)
-    by_cell: dict[str, list[Record]] = {}
-    for record in records:
-        if record["outcome"] != "skipped":  # a repeat that was not launched after one that ran out of memory
-            by_cell.setdefault(record["cell"]["name"], []).append(record)
-    missing = {name for name, verdict in verdicts.items() if verdict == "missing"} - set(by_cell)
+    measured = by_cell(records)
+    missing = {name for name, verdict in verdicts.items() if verdict == "missing"} - set(measured)
     named, force = _names(how.get("cells")), how.get("force", False)
-    selected = _select([*by_cell, *sorted(missing)], named, run.path)
+    selected = _select([*measured, *sorted(missing)], named, run.path)
 
     refused: dict[str, str] = {}
     taken: dict[str, list[Record]] = {}
@@ -117,12 +117,12 @@ def accept(
         if name in missing:
             if name in named or force:
                 retired.append(name)
-        elif (why := _unfit(by_cell[name])) is not None:
+        elif (why := unfit(measured[name])) is not None:
             refused[name] = why
         elif verdicts.get(name) == "regressed" and name not in named and not force:
             refused[name] = f"regressed against the baseline; to accept it on purpose: --cells {name} --reason '...'"
         else:
-            taken[name] = by_cell[name]
+            taken[name] = measured[name]
     target = target_folder(records, how)
     session = check_name(records[0]["session"], "session")
     if not taken and not retired:
@@ -184,33 +184,6 @@ def _select(names: list[str], patterns: list[str], where: Path) -> list[str]:
     return [name for name in names if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 
-def _unfit(records: list[Record]) -> str | None:
-    """Why the repeats of a cell cannot be a reference, else null: all must be ok, or all out of memory."""
-    outcomes = sorted({record["outcome"] for record in records})
-    if outcomes not in (["ok"], ["oom"]):
-        bad = [record for record in records if record["outcome"] != "ok"]
-        return f"{len(bad)} of {len(records)} repeats {bad[0]['outcome']}: {bad[0]['reason'] or 'no reason recorded'}"
-    planted = [record for record in records if (record["cell"].get("measure") or {}).get("handicap")]
-    if planted:
-        return f"measure.handicap={planted[0]['cell']['measure']['handicap']:g} was planted in it"
-    broken = [record for record in records if record["steps"] and record["steps"]["nonfinite"]]
-    if broken:
-        return f"step {broken[0]['steps']['nonfinite'][0]} of repeat {broken[0]['repeat']} is not finite"
-    for part in ("hardware", "software"):
-        if any(record["fingerprint"][part] != records[0]["fingerprint"][part] for record in records):
-            return f"its repeats were measured on different {part}"
-    if any(record["cell_id"] != records[0]["cell_id"] for record in records):
-        return "its repeats have different configurations"
-    return None
-
-
-def hardware_key(records: list[Record]) -> str:
-    """Folder name of the hardware that a run was made for: its name and device count, such as ``cpu_x8``."""
-    hardware = records[0]["cell"].get("hardware") or {}
-    count = hardware.get("device_count") or max(record["world"]["size"] for record in records)
-    return hardware_folder(hardware.get("name", "unknown"), count)
-
-
 def _who() -> str:
     with contextlib.suppress(OSError):
         named = subprocess.run(["git", "config", "user.name"], capture_output=True, text=True, check=False)
@@ -225,9 +198,7 @@ def list_baselines(results_dir: str | Path = "results") -> list[dict[str, Any]]:
     """Every stored baseline: hardware, suite, folder, and its sessions (as :func:`describe` has them), oldest first."""
     root = Path(results_dir) / "baselines"
     found = []
-    for folder in sorted({path.parent.parent for path in root.glob("*/*/*/session.json")}):
-        if any(part.startswith(".") for part in folder.relative_to(root).parts):
-            continue
+    for folder in stored_suites(root):
         baseline = read_baseline(folder)
         found.append(
             {
@@ -267,7 +238,9 @@ def show(baseline: Baseline, session: str | None = None) -> dict[str, Any]:
     matching = [s for s in baseline.sessions if session is None or s.session.startswith(session)]
     if not matching or (session is not None and len(matching) > 1):
         known = ", ".join(s.session for s in baseline.sessions) or "none"
-        raise ValueError(f"{len(matching)} sessions of {baseline.source} match '{session}'; there are: {known}")
+        raise ValueError(
+            f"{counted(len(matching), 'session')} of {baseline.source} match '{session}'; there are: {known}"
+        )
     chosen = matching[-1]
     metrics = {
         name: {

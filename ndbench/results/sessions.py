@@ -136,6 +136,19 @@ def read_baseline(
     return _baseline(texts, str(folder), hardware, suite, required=source is not None)
 
 
+def holds_sessions(folder: Path) -> bool:
+    """Whether anything was ever stored in a suite's folder: what lacks its ``session.json`` is damaged, not absent."""
+    return any("/." not in path.as_posix() for path in folder.glob("*/*.json"))
+
+
+def stored_suites(root: Path) -> list[Path]:
+    """Folders ``<hardware>/<suite>`` below ``root`` that hold sessions, damaged ones included."""
+    found = {path.parent.parent for path in root.glob("*/*/*/*.json")}
+    return sorted(
+        f for f in found if not any(part.startswith(".") for part in f.relative_to(root).parts) and holds_sessions(f)
+    )
+
+
 def baseline_folder(results_dir: str | Path, hardware: str, suite: str) -> Path:
     """``<results.dir>/baselines/<hardware>/<suite>``."""
     return Path(results_dir) / "baselines" / hardware / suite

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ndbench.counted import counted
 from ndbench.results.schema import Record, migrate
 
 
@@ -222,6 +223,27 @@ class RunFolder:
         return sorted(records, key=lambda record: (record["cell"]["name"], record["repeat"]))
 
 
+@dataclass(frozen=True)
+class PairsFolder(RunFolder):
+    """The folder of an A/B, ``<results.dir>/ab/<run>/``: its verdict is of both sides, its plan and records are the
+    head's, as a comparison has them."""
+
+    @property
+    def plan_path(self) -> Path:
+        return self.path / "head" / "plan.json"
+
+    @property
+    def records_dir(self) -> Path:
+        return self.path / "head" / "records"
+
+    @property
+    def pairs(self) -> dict[str, Any]:
+        """The content of ``pairs.json``; empty when the A/B was killed before it could write one."""
+        path = self.path / "pairs.json"
+        found = read_json(path) if path.is_file() else {}
+        return found if isinstance(found, dict) else {}
+
+
 def _share(record: Record, shared: dict[str, Any]) -> Record:
     """Let equal cell descriptions and fingerprints be one object: thousands of records then fit in little memory."""
     for key in ("cell", "fingerprint"):
@@ -229,30 +251,52 @@ def _share(record: Record, shared: dict[str, Any]) -> Record:
     return record
 
 
-def find_run(name: str | Path, results_dir: str | Path = "results") -> RunFolder:
+MOST_NAMED = 5
+"""Runs that an error names."""
+
+
+def find_run(name: str | Path, results_dir: str | Path = "results", *, pairs: bool = False) -> RunFolder:
     """The run meant by a path, a run's name, the beginning of one that only one run has, or ``latest``.
 
-    Raises ``ValueError`` naming the runs there are.
+    With ``pairs`` also an A/B, which can be looked at, but neither accepted nor resumed. Raises ``ValueError`` naming
+    the runs there are.
     """
     if Path(name).is_dir():
-        return _checked_run(Path(name))
+        return _checked_run(Path(name), pairs)
     runs = Path(results_dir) / "runs"
-    known = sorted(folder.name for folder in runs.iterdir() if folder.is_dir()) if runs.is_dir() else []
+    folders = [*_folders(runs), *(_folders(Path(results_dir) / "ab") if pairs else ())]
+    found = {folder.name: folder for folder in sorted(folders, key=lambda folder: folder.name)}
+    known = list(found)
     if str(name) == "latest" and known:
-        return RunFolder(runs / known[-1])
+        return _run_at(found[known[-1]])
     matching = [run for run in known if run.startswith(str(name))]
     if len(matching) == 1:
-        return RunFolder(runs / matching[0])
+        return _run_at(found[matching[0]])
     if len(matching) > 1:
-        raise ValueError(f"'{name}' is the beginning of {len(matching)} runs: {', '.join(matching[-5:])}")
-    listed = f"the latest are {', '.join(known[-5:])}" if known else "there are none"
-    raise ValueError(f"no run '{name}': it is not a folder, and not among the {len(known)} runs in {runs} ({listed})")
+        listed = f"the latest {MOST_NAMED} are " if len(matching) > MOST_NAMED else ""
+        listed += ", ".join(matching[-MOST_NAMED:])
+        raise ValueError(f"'{name}' is the beginning of {len(matching)} runs: {listed}")
+    listed = f"the latest are {', '.join(known[-MOST_NAMED:])}" if known else "there are none"
+    many = counted(len(known), "run")
+    raise ValueError(f"no run '{name}': it is not a folder, and not among the {many} in {runs} ({listed})")
 
 
-def _checked_run(path: Path) -> RunFolder:
+def _folders(parent: Path) -> list[Path]:
+    return [folder for folder in parent.iterdir() if folder.is_dir()] if parent.is_dir() else []
+
+
+def _run_at(path: Path) -> RunFolder:
+    return PairsFolder(path) if path.parent.name == "ab" else RunFolder(path)
+
+
+def _checked_run(path: Path, pairs: bool) -> RunFolder:
+    if pairs and (path / "head" / "plan.json").is_file():
+        return PairsFolder(path)
     if (path / "plan.json").is_file() or (path / "records").is_dir():
         return RunFolder(path)
     inside = [plan.parent for plan in sorted(path.glob("*/plan.json"))]  # an artifact often has one folder around it
     if len(inside) == 1:
         return RunFolder(inside[0])
-    raise ValueError(f"{path} is not a run folder: it has neither plan.json nor records/, and {len(inside)} runs in it")
+    raise ValueError(
+        f"{path} is not a run folder: it has neither plan.json nor records/, and {counted(len(inside), 'run')} in it"
+    )

@@ -7,6 +7,7 @@ import os
 from rich.console import Console
 from rich.text import Text
 
+from ndbench.compare.exits import unwritten
 from ndbench.compare.result import Comparison
 from ndbench.gate.confirm import confirm_suspects
 from ndbench.gate.stored import compare_run
@@ -32,15 +33,12 @@ def finish(
         comparison.notes.extend(fresh.notes)
     if stopped is not None:
         comparison.notes.append(stopped)
-    print_comparison(
-        comparison,
-        plan=plan.to_dict(),
-        run_folder=folder.path,
-        records=folder.records(),
-        baseline=baseline,
-        console=console,
-    )
-    summary = _write(plan, folder, comparison, baseline)
+    try:
+        summary = _write(plan, folder, comparison, baseline)
+    except OSError as error:  # a full disk: the exit code that is printed is the one that is returned
+        _show(plan, folder, unwritten(comparison, error), baseline, console)
+        raise
+    _show(plan, folder, comparison, baseline, console)
     done, warning = track(folder, comparison, next(iter(plan.cells.values())).config.tracker)
     if warning or done:
         console.print(Text(warning or done or "", style="yellow" if warning else ""), soft_wrap=True)
@@ -56,6 +54,17 @@ def finish(
     if os.environ.get("GITHUB_ACTIONS") == "true":
         annotate(comparison)
     return comparison.exit_code
+
+
+def _show(plan: Plan, folder: RunFolder, comparison: Comparison, baseline: Baseline | None, console: Console) -> None:
+    print_comparison(
+        comparison,
+        plan=plan.to_dict(),
+        run_folder=folder.path,
+        records=folder.records(),
+        baseline=baseline,
+        console=console,
+    )
 
 
 def _write(plan: Plan, folder: RunFolder, comparison: Comparison, baseline: Baseline | None) -> str:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from ndbench.counted import counted
 from ndbench.run.preload_path import own_path
 from ndbench.run.process import tail
 from ndbench.run.task import RankReport, Task
@@ -162,7 +163,7 @@ def _refuse_few_files(world_size: int) -> None:
     needed = sum(1 for _ in Path("/dev/fd").iterdir()) + FILES + FILES_OF_A_RANK * world_size
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise ValueError(
-            f"{limit} files may be open at once, a launch of {world_size} ranks needs {needed}: "
+            f"{limit} files may be open at once, a launch of {counted(world_size, 'rank')} needs {needed}: "
             "raise the limit (ulimit -n 1024)"
         )
 
@@ -173,7 +174,7 @@ def _result(
     if failure is None and not watchdog.expired:
         missing = world_size - len(reports)
         if missing:
-            told = f"{missing} of {world_size} ranks ended with exit code 0 before their report"
+            told = f"{missing} of {counted(world_size, 'rank')} ended with exit code 0 before their report"
             return LaunchResult("failed", told, reports, tail(task.log_path(0)))
         return LaunchResult("ok", reports=reports)
     if watchdog.expired:

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shlex
 import stat
 import tempfile
 import time
@@ -17,6 +18,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
+
+import psutil
+
+from ndbench.report.tracker import known_secrets
+from ndbench.report.wandb_runs import without_secrets
 
 SHARED_FOLDERS = (Path("/run/lock"), Path("/dev/shm"), Path("/tmp"))
 """Where every user may make a file and nobody may remove another's, the same whatever TMPDIR says."""
@@ -65,7 +71,7 @@ def device_locks(devices: list[str], limit: float, waiting: Callable[[str], None
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{line}; waited {limit:.0f} s")
                 if not told:
-                    waiting(f"{line}: waiting for its turn, at most {limit:.0f} s")
+                    waiting(f"{line}: waiting for its turn, at most {limit:.0f} s ({_declining(device)})")
                     told = True
                 time.sleep(0.1)
             if stream.writable():
@@ -84,6 +90,33 @@ def _try_lock(stream: IO[str]) -> bool:
     return True
 
 
+LONGEST_COMMAND = 120
+
+
 def _holder(stream: IO[str]) -> str:
+    """``41 (ndbench suite=hsdp_tp, in /home/me)``: as much as this user may know of the process."""
     stream.seek(0)
-    return stream.read().strip() or "unknown"
+    number = stream.read().strip()
+    if not number.isdecimal():
+        return number or "unknown"
+    said = []
+    with contextlib.suppress(psutil.Error):  # of another container or user, or gone this moment
+        process = psutil.Process(int(number))
+        said.append(_command(process.cmdline()))
+        said.append(f"in {process.cwd()}")
+    return f"{number} ({', '.join(part for part in said if part)})" if any(said) else number
+
+
+def _command(words: list[str]) -> str:
+    """A command line as it was typed, without the interpreter and without keys."""
+    if len(words) > 1 and Path(words[0]).name.startswith("python") and not words[1].startswith("-"):
+        words = [Path(words[1]).name, *words[2:]]
+    typed: str = without_secrets(shlex.join(words), known_secrets())
+    return typed if len(typed) <= LONGEST_COMMAND else f"{typed[:LONGEST_COMMAND]} …"
+
+
+def _declining(device: str) -> str:
+    """What else there is than to wait."""
+    if device == "cpu":
+        return "Ctrl-C gives up; with cores of its own, a job sets a TMPDIR of its own and does not wait"
+    return "Ctrl-C gives up; CUDA_VISIBLE_DEVICES chooses other devices"

@@ -6,7 +6,6 @@ Used by a run, and by the two sides of an A/B, each of which is a process with a
 from __future__ import annotations
 
 import datetime
-import fnmatch
 import functools
 import os
 import shutil
@@ -22,6 +21,7 @@ from ndbench.measure.devices import visible_devices
 from ndbench.measure.fingerprint import code_version, fingerprint
 from ndbench.measure.throttling import ThrottleMeter
 from ndbench.measure.version import measurement_version
+from ndbench.results.fit import handicap_of as planted
 from ndbench.results.schema import Record
 from ndbench.results.store import RunFolder, write_json
 from ndbench.run import launch as launching
@@ -128,9 +128,7 @@ class Measurer:
 
 def handicap_of(cell: Cell) -> float:
     """The planted slowdown of a cell, zero when it is not among ``measure.handicap_cells``."""
-    measure = cell.config.measure
-    chosen = any(fnmatch.fnmatchcase(cell.name, pattern) for pattern in measure.handicap_cells.split(","))
-    return measure.handicap if chosen else 0.0
+    return planted({"name": cell.name, "measure": vars(cell.config.measure)})
 
 
 def devices_of(cell: Cell) -> list[str]:

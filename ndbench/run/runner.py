@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ndbench.counted import counted
 from ndbench.report.facts import resume_command
 from ndbench.report.progress import Progress, duration
 from ndbench.results.schema import Record
@@ -88,7 +89,7 @@ def _measure(plan: Plan, folder: RunFolder, max_failures: int | None, console: C
                 )
                 break
             if max_failures is not None and failures >= max_failures:
-                stopped = f"stopped after {failures} failed repeats (--max-failures {max_failures})"
+                stopped = f"stopped after {counted(failures, 'failed repeat')} (--max-failures {max_failures})"
                 break
             if name in broken:
                 record = measurer.not_launched(plan.cells[name], repeat, broken[name])

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ndbench.config import Cell
+from ndbench.counted import counted
 from ndbench.matrix.durations import seconds
 from ndbench.matrix.expand import Matrix
 from ndbench.matrix.resolve import plan_refusals
@@ -76,7 +77,9 @@ def _repeats(cell: Cell) -> int:
 
 
 def _say_nothing_runs(matrix: Matrix, skipped: list[tuple[Cell, str]], console: Console) -> None:
-    console.print(Text(f"suite {matrix.suite}: none of its {len(skipped)} cells can run here"), style="bold red")
+    console.print(
+        Text(f"suite {matrix.suite}: none of its {counted(len(skipped), 'cell')} can run here"), style="bold red"
+    )
     for cell, reason in skipped:
         console.print(Text(f"  {cell.name}: {reason}"), soft_wrap=True)
     others = " ".join(text for text in matrix.overrides if not text.startswith(("hardware=", "world_size=")))

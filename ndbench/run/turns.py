@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ndbench.counted import counted
+
 _TOKEN = struct.Struct("<d")
 _DONE = struct.Struct("<iidd")
 _READY, _STEP = 0, 1
@@ -78,7 +80,9 @@ class Turns:
             elif ready:
                 raise Lost("its launch ended")
             else:
-                raise Lost(f"{self._size - len(found)} of {self._size} ranks did not answer within {timeout:g} s")
+                raise Lost(
+                    f"{self._size - len(found)} of {counted(self._size, 'rank')} did not answer within {timeout:g} s"
+                )
         return found
 
 

@@ -20,7 +20,7 @@ def main(args: argparse.Namespace) -> int:
     if action == "list":
         _no_more(action, rest)
         found = stored.list_baselines(results_dir)
-        print_json(found) if args.json else report.print_list(found, results_dir, console())
+        print_json(found) if args.json else report.print_list(found, results_dir, console(), _hardware_here())
         return 0
     if action == "accept":
         from ndbench.gate.stored import accept_run
@@ -49,6 +49,20 @@ def main(args: argparse.Namespace) -> int:
     described = stored.show(read_baseline(folder), args.session)
     print_json(described) if args.json else report.print_session(described, console())
     return 0
+
+
+def _hardware_here() -> str | None:
+    """The hardware file of this machine; null where it has none of one kind."""
+    from ndbench.matrix.overrides import read_yaml
+    from ndbench.matrix.sources import find_sources
+    from ndbench.measure.devices import detect, visible_devices
+
+    devices = visible_devices()
+    files = {stem: read_yaml(path) for stem, path in find_sources().files["hardware"].items()} if devices else {}
+    try:
+        return detect(files, devices)
+    except ValueError:
+        return None
 
 
 def _table(file: Path | None, root: Path) -> None:

@@ -11,7 +11,7 @@ from ndbench.verbs.output import print_comparison, print_json
 
 def main(args: argparse.Namespace) -> int:
     from ndbench.gate.stored import compare_run, compare_two
-    from ndbench.results.baseline import hardware_key
+    from ndbench.results.fit import hardware_key
     from ndbench.results.sessions import read_baseline
     from ndbench.results.store import find_run
 

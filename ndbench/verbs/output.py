@@ -34,6 +34,7 @@ def print_comparison(
     *,
     remarks: Sequence[str] = (),
     draw: bool = False,
+    again: str | None = None,
 ) -> None:
     from ndbench.report.console import print_comparison
 
@@ -45,5 +46,6 @@ def print_comparison(
         baseline=baseline,
         remarks=remarks,
         draw=draw,
+        again=again,
         console=console(),
     )

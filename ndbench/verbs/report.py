@@ -10,20 +10,27 @@ from ndbench.verbs.output import print_comparison
 
 def main(args: argparse.Namespace) -> int:
     from ndbench.compare.result import UNFINISHED
-    from ndbench.gate.stored import verdict_of
+    from ndbench.gate.stored import as_it_stands, verdict_of
     from ndbench.report.facts import resume_command
-    from ndbench.results.store import find_run, write_text
+    from ndbench.results.store import PairsFolder, find_run, write_text
 
-    run = find_run(args.words[0], args.results_dir or Path("results"))
+    run = find_run(args.words[0], args.results_dir or Path("results"), pairs=True)
     plan = run.plan if run.plan_path.is_file() else None
-    comparison = verdict_of(run)
-    if comparison.mode == UNFINISHED and plan is not None:
+    comparison = as_it_stands(run, verdict_of(run))
+    again = run.pairs.get("command") if isinstance(run, PairsFolder) else None
+    if comparison.mode == UNFINISHED and plan is not None and not isinstance(run, PairsFolder):
         comparison.notes.insert(0, f"if nothing measures it any more, go on with: {resume_command(run.path)}")
     if args.html is not None or args.png is not None:
         from ndbench.report.files import write_files
 
         for path in write_files(
-            run, comparison, html=args.html, png=args.png, results_dir=args.results_dir, source=args.baseline
+            run,
+            comparison,
+            html=args.html,
+            png=args.png,
+            results_dir=args.results_dir,
+            source=args.baseline,
+            again=again,
         ):
             print(path)
     if args.benchmark_json is not None:
@@ -39,11 +46,11 @@ def main(args: argparse.Namespace) -> int:
     records = run.records()
     baseline, remarks = history_of(run, records, comparison, args.results_dir, args.baseline, fetch=False)
     if args.markdown is None:
-        print_comparison(comparison, run, baseline, remarks=remarks, draw=True)
+        print_comparison(comparison, run, baseline, remarks=remarks, draw=True, again=again)
         return 0
     from ndbench.report.markdown import render
 
-    text = render(comparison, plan=plan, run_folder=run.path, records=records, baseline=baseline)
+    text = render(comparison, plan=plan, run_folder=run.path, records=records, baseline=baseline, again=again)
     if args.markdown == "-":
         print(text)
     else:

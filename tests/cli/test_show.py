@@ -202,7 +202,10 @@ def test_what_this_machine_cannot_hold_is_not_shown_as_a_cell(
     assert json.loads(shown.out)["cells"] == [] == would_run.cells
     reasons = {entry["name"]: entry["reason"] for entry in json.loads(shown.out)["skipped"]}
     assert reasons == {cell.name: reason for cell, reason in would_run.skipped}
-    assert "for 8 ranks, this machine has 68.7 GB" in reasons["fsdp8"]
+    assert "GiB for 8 ranks, this machine has 64.0 GiB" in reasons["fsdp8"]
+    table = ndbench("show", *argv).out
+    assert table.count("A cell fits when its estimate is no more than all of the memory") == 1
+    assert " GB" not in table
 
 
 def test_a_machine_that_is_named_is_planned_for_from_anywhere(ndbench: Command) -> None:
@@ -264,3 +267,18 @@ def test_what_a_peer_refuses_before_a_run_is_shown_as_not_runnable(ndbench: Comm
     for name in ("tp2-cpu-accelerate", "cp2-cpu-accelerate"):
         assert name not in names
         assert skipped[name].startswith("accelerate: ")
+
+
+def test_another_engine_is_shown_and_a_script_has_no_model(ndbench: Command) -> None:
+    words = ["engine.name=my_loop", "engine.target=examples.own_loop.loop.MyLoop", "parallelism=ddp", "world_size=2"]
+    table = ndbench("show", *words).out
+    assert [line.split()[:3] for line in table.splitlines()[1:3]] == [
+        ["cell", "engine", "model"],
+        ["ddp2", "my_loop", "llama_tiny"],
+    ]
+    assert json.loads(ndbench("show", *words, "--json").out)["cells"][0]["engine"] == "my_loop"
+    assert "engine" not in ndbench("show", "suite=hsdp_tp").out.splitlines()[2]
+    file = Path(__file__).parents[2] / "examples" / "own_script" / "train.py"
+    script = ["engine=command", f"engine.command='python {file}'", "world_size=2"]
+    (cell,) = json.loads(ndbench("show", *script, "--json").out)["cells"]
+    assert (cell["model"], cell["tokens_per_step"], cell["engine"]) == (None, None, "command")

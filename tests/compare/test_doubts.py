@@ -30,7 +30,7 @@ def test_a_repeat_that_is_not_steady_is_no_pass_and_the_report_says_why() -> Non
     cell = only(decide(doubtful(), baseline_of(*SESSIONS)))
     assert only(decide(repeats(), baseline_of(*SESSIONS))).verdict == "pass"
     assert cell.verdict == "inconclusive"
-    assert "1 of 3 repeats were not steady (step time changed by up to +20% over the timed steps)" in cell.reasons[0]
+    assert "1 of 3 repeats was not steady (step time changed by up to +20% over the timed steps)" in cell.reasons[0]
     assert "more training.steps" in cell.reasons[0]
 
 
@@ -52,7 +52,7 @@ def test_without_a_baseline_it_is_said_all_the_same() -> None:
 def test_a_throttled_repeat_is_no_pass() -> None:
     cell = only(decide(doubtful(steady=True, throttled=0.04), baseline_of(*SESSIONS)))
     assert cell.verdict == "inconclusive"
-    assert "1 of 3 repeats were throttled, for up to 4.0% of the time: let it cool down" in cell.reasons[0]
+    assert "1 of 3 repeats was throttled, for up to 4.0% of the time: let it cool down" in cell.reasons[0]
     assert only(decide(doubtful(steady=True, throttled=0.004), baseline_of(*SESSIONS))).verdict == "pass"
 
 
@@ -96,3 +96,14 @@ def test_a_machine_that_does_not_count_throttling_says_null(tmp_path: Path) -> N
     counter.parent.mkdir(parents=True)
     counter.write_text("1500\n")
     assert cpu_reading(tmp_path) == {"cpu3": 1.5}
+
+
+def test_a_figure_of_one_timed_step_is_marked_as_no_measurement() -> None:
+    head = repeats(first_timed=11)
+    text = "not a measurement: 1 timed step of training.steps=12"
+    assert text in only(decide(head, None)).notes
+    cell = only(decide(head, baseline_of(*SESSIONS)))
+    assert cell.verdict == "inconclusive"
+    assert cell.reasons[0].startswith(text)
+    assert "more training.steps" in cell.reasons[0]
+    assert only(decide(repeats(first_timed=10), baseline_of(*SESSIONS))).verdict == "pass"

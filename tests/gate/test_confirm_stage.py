@@ -187,7 +187,8 @@ def test_without_a_base_that_can_be_run_the_stored_rule_decides_and_it_is_said(t
     outcome = confirm_suspects(a_plan(["fsdp8"]), folder, baseline, decide(head, baseline), print, cwd=tmp_path)
     assert outcome.metrics == {}
     assert outcome.notes == [
-        "suspects were not confirmed: the baseline's commit is not in a git repository here; set gate.base"
+        "speed of fsdp8 was decided by the stored sessions, not by pairs: the baseline's commit is not in a git "
+        "repository here; set gate.base"
     ]
 
 
@@ -238,3 +239,15 @@ def test_an_a_b_of_a_setting_that_doubles_the_step_is_red_and_keeps_both_sides(
     assert len(RunFolder(folder / "base").records()) == len(RunFolder(folder / "head").records()) >= 6
     pairs = json.loads((folder / "pairs.json").read_text())["cells"]["ddp2-seq16"]
     assert all(pair[CPU] > 0.3 for pair in pairs["pairs"])
+
+
+def test_a_cell_that_is_regressed_already_is_no_suspect_in_the_note(tmp_path: Path) -> None:
+    """Beside REGRESSED, "1 suspect was not confirmed" reads as if it were not."""
+    for seconds, said in ((0.3, "speed of fsdp8 was decided by the stored sessions"), (0.13, "1 suspect was not")):
+        head, baseline = repeats(seconds=seconds), baseline_of(repeats())
+        comparison = decide(head, baseline)
+        assert comparison.verdict == ("regressed" if seconds == 0.3 else "inconclusive")
+        (note,) = confirm_suspects(
+            a_plan(["fsdp8"]), run_folder(tmp_path / str(seconds), head), baseline, comparison, print, cwd=tmp_path
+        ).notes
+        assert note.startswith(said)

@@ -207,7 +207,7 @@ def test_layouts_that_are_the_same_on_one_rank_are_one_cell() -> None:
 def test_a_cell_too_large_for_the_device_is_skipped_with_the_bytes() -> None:
     matrix = expand(["model=llama_70b", "hardware=h100_x8", "parallelism=ddp", "training=gpu"], here=False)
     assert not matrix.cells
-    assert "GB a device, h100 has 85.5 GB" in matrix.skipped[0][1]
+    assert "GiB a device, h100 has 79.6 GiB" in matrix.skipped[0][1]
 
 
 def test_a_suite_takes_the_largest_model_whose_cells_all_fit(user: Write, tmp_path: Path) -> None:

@@ -267,3 +267,10 @@ def test_a_key_in_a_command_or_a_log_is_not_in_the_page(monkeypatch: pytest.Monk
     text = html.render(decide(head, None), head, plan=plan)
     assert key not in text
     assert "[hidden]" in text
+
+
+def test_a_cell_alone_has_no_chart_of_speed_against_memory() -> None:
+    head = one_workload(repeats("fsdp8"))
+    assert not any(key.startswith("pareto") for key in html.overview_figures(decide(head, None), head, None))
+    both = one_workload([*repeats("fsdp8"), *repeats("ddp8")])
+    assert any(key.startswith("pareto") for key in html.overview_figures(decide(both, None), both, None))

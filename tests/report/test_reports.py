@@ -190,7 +190,7 @@ def test_an_interval_wider_than_half_its_value_is_shown_as_a_factor() -> None:
     assert current.tokens_low is not None
     assert current.tokens_high is not None
     factor = (current.tokens_high / current.tokens_low) ** 0.5
-    assert row.spread == ("x or / 100+" if factor >= 100 else f"x or / {factor:.2g}")
+    assert row.spread == ("\u00d7/\u00f7 100+" if factor >= 100 else f"\u00d7/\u00f7 {factor:.2g}")
 
 
 def test_changed_software_of_passing_cells_is_said_once_with_their_names() -> None:
@@ -274,3 +274,12 @@ def test_small_and_missing_figures_are_shown_as_such() -> None:
     slow = dataclasses.replace(cell, current=Current("ok", 1, 1, tokens_per_second=0.51))
     assert (facts.row(slow).tokens, facts.row(slow).memory, facts.row(slow).loss) == ("0.51", "", "")
     assert facts.row(dataclasses.replace(cell, current=None)).tokens == "-"
+
+
+def test_a_pass_without_speed_says_so_in_its_headline() -> None:
+    there = [repeats(name) for name in ("a", "b")]
+    elsewhere = [repeats(name, hardware={"device": "cpu", "model": "other", "ranks": 8}) for name in ("a", "b")]
+    baseline = baseline_of(*[[*elsewhere[0], *there[1]]] * 3)
+    comparison = decide([*there[0], *there[1]], baseline)
+    assert facts.headline(comparison) == "PASS: 2 pass of 2 cells of hsdp_tp, speed not compared in 1"
+    assert "speed not compared" not in facts.headline(decide(there[1], baseline_of(*[there[1]] * 3)))

@@ -183,7 +183,7 @@ def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(width: int, encod
         assert len(line) <= width or "ndbench " in line, line
     assert not re.search(r"…(?!\")", words(text).replace("… (the rest among the reasons)", ""))
     row = next(line for line in text.splitlines() if "GiB" in line or "TiB" in line)
-    assert re.search(r"\d{1,3}(,\d{3}){2} ((±|\+-)\d+%|x or / [\d.]+)", row), row
+    assert re.search(r"\d{1,3}(,\d{3}){2} ((±|\+-)\d+%|x or / [\d.]+|\u00d7/\u00f7 [\d.]+)", row), row
     assert "123.4567" in row
     assert "x" * 300 in re.sub(r"\s", "", text)
     assert f"{LONG}-29" in re.sub(r"\s", "", text)
@@ -316,3 +316,25 @@ def test_the_command_line_writes_to_a_terminal_that_knows_ascii_only(stored: Run
     )
     assert helped.returncode == 0
     assert b"--reason '...'" in helped.stdout
+
+
+def failed_once() -> list[Record]:
+    return [not_ok("failed", "fsdp8", "rank 1 ended with exit code 3")]
+
+
+def test_a_cell_that_was_not_measured_has_nothing_to_be_sure_of_and_is_told_once() -> None:
+    text = shown(failed_once(), None, plan=plan_for(failed_once()))
+    assert "how surely" not in text
+    assert "since  " not in text
+    assert text.count("rank 1 ended with exit code 3") == 1
+    assert text.count("fsdp8: invalid") == 1
+
+
+def test_since_says_when_the_code_had_uncommitted_changes() -> None:
+    head = repeats(seconds=0.3, dirty=True)
+    text = words(shown(head, baseline_of(*[repeats()] * 3)))
+    assert "commit aaaaaaaaaa); here aaaaaaaaaa + uncommitted changes" in text
+
+
+def test_steps_dropped_are_those_of_one_repeat() -> None:
+    assert "2 dropped a repeat" in shown(repeats(), None)

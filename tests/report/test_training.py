@@ -57,3 +57,31 @@ def test_the_header_says_that_tokens_are_synthetic(tmp_path: Path) -> None:
     view, stream = view_of(tmp_path, 2)
     view.began(None, None)
     assert "\ndata=markov: synthetic tokens" in stream.getvalue()
+
+
+def test_the_speed_of_a_line_is_the_mean_since_the_line_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of one step: beside the time that is left it would contradict it."""
+    view, stream = view_of(tmp_path, 10)
+    grow(tmp_path, 1, seconds=60.0, tokens_per_second=1.0)  # compiles
+    for step in (2, 3):
+        grow(tmp_path, step, seconds=3.0, tokens_per_second=100.0)
+    grow(tmp_path, 4, seconds=1.0, tokens_per_second=1200.0)
+    monkeypatch.setattr(training, "PRINT_SECONDS", -1.0)
+    view.update()
+    grow(tmp_path, 5, seconds=2.0, tokens_per_second=50.0)
+    view.update()
+    first, second = stream.getvalue().splitlines()
+    assert "257 tokens/s" in first  # 1,800 tokens in 7 s
+    assert "14 s left" in first  # 6 steps of 7/3 s
+    assert "50 tokens/s" in second  # the only step since
+
+
+def test_a_line_on_a_terminal_tells_the_speed_of_the_last_seconds(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    config = Config(training=TrainingConfig(steps=40), world_size=1)
+    console = Console(file=stream, width=200, force_terminal=True)
+    with TrainingView(console, Cell("single", "adhoc", config), tmp_path) as view:
+        for step in range(1, 31):
+            grow(tmp_path, step, tokens_per_second=100.0 if step <= 20 else 200.0 + 200.0 * (step % 2))
+        view.update()
+    assert "300 tokens/s" in stream.getvalue()

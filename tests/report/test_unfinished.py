@@ -55,7 +55,7 @@ def test_a_run_that_was_ended_early_is_reported_as_that(
     assert main(["report", "latest"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("NOT FINISHED: 2 cells of hsdp_tp\n")
-    assert f"no verdict yet: {measured} of 6 repeats are measured" in out
+    assert f"no verdict yet: {measured} of 6 repeats measured" in out
     assert f"go on with: ndbench --resume {RUN}" in out
     assert "none yet" not in out
     assert "accept" not in out

@@ -137,7 +137,7 @@ def test_sending_twice_makes_no_duplicates_and_what_is_new_is_sent(wandb: Any, r
     ids = [one.id for one in read_all(folder.path)]
     assert len(set(ids)) == len(ids)
     comparison.notes.append("decided anew")
-    assert "1 runs written" in push_run(folder, comparison, offline())
+    assert "1 run written" in push_run(folder, comparison, offline())
     assert len(read_all(folder.path)) == len(ids), "the comparison was replaced, not added"
 
 

@@ -34,7 +34,7 @@ def test_the_log_of_a_training_run_is_sent_once_and_a_resumed_run_stays_the_same
         done, warning = track_training(folder, offline)
         assert warning is None
         assert done is not None
-        assert "1 runs written" in done
+        assert "1 run written" in done
     runs = read_all(folder)
     assert len(runs) == 1, "the older copy is replaced"
     assert [row["step"] for row in runs[0].history] == [1, 2, 3, 4, 5, 6]

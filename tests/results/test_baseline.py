@@ -383,3 +383,21 @@ def test_a_session_that_lost_its_manifest_is_an_error_and_never_no_baseline(tmp_
     accepted(tmp_path, 1)
     with pytest.raises(UnreadableFile, match=r"no session.json"):
         read_baseline(tmp_path / "baselines", hardware="cpu_x8", suite="hsdp_tp")
+
+
+def test_a_session_without_its_head_is_the_same_error_for_every_verb(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ndbench import cli
+    from tests.report.test_accepting import stored
+
+    run = stored(tmp_path, repeats())
+    words = ["accept", run.path.name, "--reason", "x"]
+    assert cli.main(["baseline", *words, "--results-dir", str(tmp_path)]) == 0
+    (head,) = tmp_path.rglob("session.json")
+    head.unlink()
+    text = "fsdp8.json but no session.json"
+    for verb in (["baseline", "list"], ["baseline", "show"], ["baseline", "table"], ["baseline", *words]):
+        capsys.readouterr()
+        assert cli.main([*verb, "--results-dir", str(tmp_path)]) == 2, verb
+        assert text in capsys.readouterr().err, verb

@@ -39,6 +39,8 @@ def test_a_second_run_waits_names_the_holder_and_goes_on_when_the_holder_is_kill
     ):
         pass
     assert len(lines) == 1
+    assert f"process {holder.pid} (" in lines[0]
+    assert f", in {Path.cwd()}): waiting for its turn, at most 0 s (Ctrl-C gives up; CUDA_VISIBLE" in lines[0]
     with locks.device_locks(["cuda-2"], 0.0, lines.append):
         pass
     assert holder.pid is not None
@@ -104,3 +106,28 @@ def test_gpus_are_locked_by_uuid_whatever_their_number_is_called(monkeypatch: py
     assert repeat.devices_of(cell) == ["cuda-4", "cuda-5"], "a device that does not say who it is"
     repeat._uuids.cache_clear()
     assert repeat.devices_of(a_cell()) == ["cpu"]
+
+
+def test_the_holder_is_told_by_the_command_that_was_typed_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
+    words = ["/venv/bin/python3.11", "/venv/bin/ndbench", "suite=hsdp_tp", "k=0123456789abcdef0123456789abcdef01234567"]
+    told = locks._command(words)
+    assert told.startswith("ndbench suite=hsdp_tp k=")
+    assert "0123456789abcdef" not in told
+    assert locks._command(["python", "-m", "ndbench"]) == "python -m ndbench"
+    assert len(locks._command(["ndbench", "x" * 1000])) < 130
+
+
+def test_a_holder_that_cannot_be_seen_is_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "lock_folder", lambda device: tmp_path)
+    lines: list[str] = []
+    with locks.device_locks(["cpu"], 1.0, print):
+        (file,) = tmp_path.iterdir()
+        file.write_text("999999999")
+        with (
+            pytest.raises(TimeoutError, match="process 999999999; waited"),
+            locks.device_locks(["cpu"], 0.2, lines.append),
+        ):
+            pass
+    assert "process 999999999: waiting" in lines[0]
+    assert "TMPDIR of its own" in lines[0]
