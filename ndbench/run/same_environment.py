@@ -13,7 +13,7 @@ from ndbench.results.schema import Record
 def refuse_other_environment(
     run: str,
     records: Sequence[Record],
-    code: Mapping[str, Any],
+    code: Callable[[Cell], Mapping[str, Any]],
     cell_version: str,
     fingerprint: Callable[[Cell], Mapping[str, Any]],
     cells: Mapping[str, Cell],
@@ -30,7 +30,7 @@ def refuse_other_environment(
         changes = [
             *differences(record["fingerprint"]["software"], now["software"]),
             *differences(record["fingerprint"]["hardware"], now["hardware"]),
-            *differences(_commit(record["code"]), _commit(code)),
+            *differences(_commit(record["code"]), _commit(code(cells[name]))),
         ]
         if record["cell_version"] != cell_version:
             changes.append("ndbench's own definition of the measurement")

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from ndbench.config import Cell
 from ndbench.matrix.expand import expand
+from ndbench.measure.code import another_package
 from ndbench.report.tracker import check as check_tracker
 from ndbench.report.tracker import track_training
 from ndbench.report.training import TrainingView
@@ -60,6 +61,8 @@ def train(words: Sequence[str], config_dir: Path | None, console: Console) -> in
         view.began(None if corpus is None else (len(corpus.tokens), len(corpus.starts), corpus.cut), start)
         if start is not None and start[1] >= cell.config.training.steps:
             return 0
+        if (told := another_package()) is not None:
+            view.note(told)
         write_json(folder / "config.json", cell.to_dict())
         code = _launch(cell, folder, scratch, view, stack, start[0] if start is not None else None)
         view.tracked(*track_training(folder, cell.config.tracker))

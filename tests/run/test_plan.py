@@ -118,7 +118,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changed: Any) ->
     plan.save(folder.plan_path)
     here = Measurer(plan.run, folder)
     cell = plan.cells["a"]
-    kept = {"code": here.code, "cell_version": here.cell_version, "fingerprint": here.fingerprint(cell)} | changed
+    kept = {"code": here.code(cell), "cell_version": here.cell_version, "fingerprint": here.fingerprint(cell)} | changed
     folder.write_record(a_record(cell=cell, **kept))
     monkeypatch.setattr(launching, "start_fork_server", lambda *_: pytest.fail("nothing may be started"))
     return folder
