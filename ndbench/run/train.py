@@ -31,6 +31,7 @@ from ndbench.results.store import write_json
 from ndbench.run.folders import alone_in, check_writable
 from ndbench.run.plan import new_run_name
 from ndbench.run.start import ask_engines
+from ndbench.run.train_checks import train_refusal
 
 FAILED = 3
 """Exit code of a run that a rank's error ended; one that a signal ended has 128 + its number."""
@@ -79,14 +80,9 @@ def the_cell(words: Sequence[str], config_dir: Path | None) -> Cell:
         cell, reason = matrix.skipped[0]
         raise ValueError(f"{cell.name}: {reason}")
     (cell,) = matrix.cells
-    config = cell.config
-    if config.engine.name != "ndbench":
-        raise ValueError(f"train is the bundled engine's: engine={config.engine.name} has a loop of its own")
-    check_tracker(config.tracker)
-    if config.evaluation.every is not None and config.evaluation.fraction == 0:
-        raise ValueError(
-            f"evaluation.every={config.evaluation.every} needs evaluation.fraction above 0: nothing is held out"
-        )
+    if (refusal := train_refusal(cell.config)) is not None:
+        raise ValueError(refusal)
+    check_tracker(cell.config.tracker)
     _, refused = ask_engines([cell])
     if refused:
         raise ValueError(f"{cell.name}: {refused[0][1]}")
@@ -97,9 +93,6 @@ def output_folder(cell: Cell) -> Path:
     """``checkpoint.dir``, else a new folder below ``results.dir``; made here. ``ValueError`` when it holds a run."""
     config = cell.config
     if config.checkpoint.dir is None:
-        for key, value in (("resume", config.resume), ("checkpoint.every", config.checkpoint.every)):
-            if value is not None:
-                raise ValueError(f"{key}={value} needs checkpoint.dir=FOLDER")
         folder = Path(config.results.dir) / "train" / new_run_name()
     else:
         folder = Path(config.checkpoint.dir).expanduser()
