@@ -54,6 +54,12 @@ MULTIRUN = Flag(("-m", "--multirun"), "KEY=a,b,c is a sweep: one cell a value, a
 JSON = Flag(("--json",), "print JSON")
 RESULTS_DIR = Flag(("--results-dir",), "where runs and baselines are (default: results)", "DIR", Path)
 
+LISTS = (
+    *("models", "suites", "hardware", "parallelism", "engines", "training", "data"),
+    *("measure", "gate", "launcher", "tracker", "checkpoint", "evaluation"),
+)
+"""What ``ndbench list`` lists: every group of the configuration."""
+
 VERBS: dict[str, Verb] = {
     "run": Verb(
         "measure a matrix, compare it with the baseline, answer with an exit code (the default verb)",
@@ -207,11 +213,11 @@ VERBS: dict[str, Verb] = {
     ),
     "list": Verb(
         "what there is to choose from",
-        "ndbench list models | suites | hardware | parallelism | engines",
+        "ndbench list [models | suites | hardware | parallelism | engines | training | data | …]",
         (CONFIG_DIR, JSON),
-        "With --config-dir also your own.",
-        (1, 1),
-        ("models", "suites", "hardware", "parallelism", "engines"),
+        "Without a word: the groups. With --config-dir also your own.",
+        (0, 1),
+        LISTS,
     ),
     "import": Verb(
         "translate an Accelerate or Axolotl configuration into a run of ndbench",
