@@ -72,7 +72,13 @@ def _measure(plan: Plan, folder: RunFolder, max_failures: int | None, console: C
     done = {(record["cell"]["name"], record["repeat"]): record for record in folder.records()}
     measurer = Measurer(plan.run, folder)
     refuse_other_environment(
-        plan.run, list(done.values()), measurer.code, measurer.cell_version, measurer.fingerprint, plan.cells
+        plan.run,
+        list(done.values()),
+        measurer.code,
+        measurer.cell_version,
+        measurer.fingerprint,
+        plan.cells,
+        left=sum(pair not in done for pair in plan.order),
     )
     if (told := another_package()) is not None:
         console.print(told, style="yellow", markup=False, soft_wrap=True)

@@ -49,7 +49,7 @@ def train(words: Sequence[str], config_dir: Path | None, console: Console) -> in
     cell = the_cell(words, config_dir)
     folder = output_folder(cell)
     # Import torch: after everything that can be refused without it.
-    from ndbench.run.train_resume import start_of
+    from ndbench.run.train_resume import changes_since, start_of
     from ndbench.training.data import prepare
 
     with ExitStack() as stack:
@@ -59,7 +59,8 @@ def train(words: Sequence[str], config_dir: Path | None, console: Console) -> in
         corpus = prepare(cell.config, scratch / "data")
         start = start_of(cell.config, folder, scratch / "data")
         view = stack.enter_context(TrainingView(console, cell, folder))
-        view.began(None if corpus is None else (len(corpus.tokens), len(corpus.starts), corpus.cut), start)
+        changes = changes_since(cell.config, start[0]) if start is not None else []
+        view.began(None if corpus is None else (len(corpus.tokens), len(corpus.starts), corpus.cut), start, changes)
         if start is not None and start[1] >= cell.config.training.steps:
             return 0
         if (told := another_package()) is not None:

@@ -57,3 +57,14 @@ def test_the_header_says_that_tokens_are_synthetic(tmp_path: Path) -> None:
     view, stream = view_of(tmp_path, 2)
     view.began(None, None)
     assert "\ndata=markov: synthetic tokens" in stream.getvalue()
+
+
+def test_going_on_tells_what_changed_and_a_run_past_its_steps_where_it_is(tmp_path: Path) -> None:
+    view, stream = view_of(tmp_path, 100)
+    view.began(None, (tmp_path / "step-00000090", 90), ["training.global_batch_size 16 -> 8"])
+    assert "step 90\nchanged since the checkpoint: training.global_batch_size 16 -> 8\n" in stream.getvalue()
+    view, stream = view_of(tmp_path, 50)
+    view.began(None, (tmp_path / "step-00000090", 90))
+    said = stream.getvalue()
+    assert f"nothing to do: {tmp_path / 'step-00000090'} is at step 90, training.steps is 50\n" in said
+    assert "going on" not in said

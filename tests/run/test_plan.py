@@ -152,6 +152,21 @@ def test_a_run_is_not_gone_on_with_in_another_environment(
     assert len(str(error.value).splitlines()) == 1
 
 
+def test_a_complete_run_of_another_environment_is_told_to_be_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is nothing to go on with there either."""
+    folder = measured(tmp_path, monkeypatch, cell_version="old")
+    plan = Plan.load(folder.plan_path)
+    (record,) = folder.records()
+    for name, repeat in plan.order:
+        cell = {**record["cell"], **plan.cells[name].to_dict()}
+        folder.write_record({**copy.deepcopy(record), "cell": cell, "repeat": repeat})
+    with pytest.raises(ValueError, match=f"run r is complete, all its {len(plan.order)} repeats") as error:
+        resume_run("r", tmp_path, max_failures=None, console=Console(quiet=True))
+    assert "ndbench report r shows its verdict, ndbench compare r decides anew" in str(error.value)
+
+
 def test_in_the_same_environment_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured(tmp_path, monkeypatch)
     monkeypatch.setattr(launching, "start_fork_server", lambda *_: exec("raise KeyboardInterrupt"))
