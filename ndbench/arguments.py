@@ -54,6 +54,12 @@ MULTIRUN = Flag(("-m", "--multirun"), "KEY=a,b,c is a sweep: one cell a value, a
 JSON = Flag(("--json",), "print JSON")
 RESULTS_DIR = Flag(("--results-dir",), "where runs and baselines are (default: results)", "DIR", Path)
 
+LISTS = (
+    *("models", "suites", "hardware", "parallelism", "engines", "training", "data"),
+    *("measure", "gate", "launcher", "tracker", "checkpoint", "evaluation"),
+)
+"""What ``ndbench list`` lists: every group of the configuration."""
+
 VERBS: dict[str, Verb] = {
     "run": Verb(
         "measure a matrix, compare it with the baseline, answer with an exit code (the default verb)",
@@ -207,11 +213,11 @@ VERBS: dict[str, Verb] = {
     ),
     "list": Verb(
         "what there is to choose from",
-        "ndbench list models | suites | hardware | parallelism | engines",
+        "ndbench list [models | suites | hardware | parallelism | engines | training | data | …]",
         (CONFIG_DIR, JSON),
-        "With --config-dir also your own.",
-        (1, 1),
-        ("models", "suites", "hardware", "parallelism", "engines"),
+        "Without a word: the groups. With --config-dir also your own.",
+        (0, 1),
+        LISTS,
     ),
     "import": Verb(
         "translate an Accelerate or Axolotl configuration into a run of ndbench",
@@ -304,9 +310,11 @@ def parse(verb: str, arguments: Sequence[str]) -> argparse.Namespace:
     parsed = parser(verb).parse_intermixed_args(list(arguments))
     if parsed.help or parsed.version:
         return parsed
+    if RESULTS_DIR in VERBS[verb].flags:
+        _take_results_dir(verb, parsed)
     words, known = parsed.words, VERBS[verb]
     least, most = known.words
-    if known.choices and (not words or words[0] not in known.choices):
+    if known.choices and (words or least > 0) and (not words or words[0] not in known.choices):
         given = f"'{words[0]}' is not one of" if words else "one is needed of"
         close = _close(words[0], known.choices) if words else ""
         raise UsageError(f"{verb}: {given} {', '.join(known.choices)}{close}")
@@ -320,6 +328,22 @@ def parse(verb: str, arguments: Sequence[str]) -> argparse.Namespace:
                 hint = f"the verb comes first: ndbench {word} …" if word in VERBS else f"suite={word}, perhaps?"
                 raise UsageError(f"'{word}' is not KEY=VALUE ({hint})")
     return parsed
+
+
+def _take_results_dir(verb: str, parsed: argparse.Namespace) -> None:
+    """``results.dir=DIR``, as the measuring verbs say it, is ``--results-dir DIR`` here."""
+    key = "results.dir="
+    folders = [word.removeprefix(key).strip("'\"") for word in parsed.words if word.startswith(key)]
+    parsed.words = [word for word in parsed.words if not word.startswith(key)]
+    named = {str(parsed.results_dir), *folders} if parsed.results_dir is not None else set(folders)
+    if len(named) > 1:
+        raise UsageError(
+            f"{verb}: --results-dir and results.dir= name {len(named)} folders: {', '.join(sorted(named))}"
+        )
+    if "" in named:
+        raise UsageError(f"{verb}: results.dir= names no folder")
+    if folders:
+        parsed.results_dir = Path(folders[0])
 
 
 def parser(verb: str) -> argparse.ArgumentParser:
@@ -347,7 +371,8 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: "):
             unknown = message.removeprefix("unrecognized arguments: ").split()[0]
             known = [name for flag in flags_of(self.prog.split()[-1]) for name in flag.names]
-            message = f"there is no flag {unknown}{_close(unknown, known)}; flags: {', '.join(sorted(known))}"
+            meant = " (results.dir=DIR says it here)" if unknown.startswith("--results-dir") else _close(unknown, known)
+            message = f"there is no flag {unknown}{meant}; flags: {', '.join(sorted(known))}"
         raise UsageError(f"{self.prog.removeprefix('ndbench ')}: {message}")
 
 

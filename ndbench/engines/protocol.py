@@ -6,7 +6,8 @@ memory, data and records belong to the harness; the engine only builds a model a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -86,7 +87,7 @@ def asking(cell: Cell) -> Iterator[None]:
 def load_engine(name: str, target: str | None = None, **options: Any) -> Engine:
     """The engine of a cell: ``target`` when given, else the entry point ``name``.
 
-    Raises ``ValueError`` naming the known engines when there is none of that name.
+    Raises ``ValueError`` naming the known engines when there is none of that name, or an option that it does not have.
     """
     from importlib.metadata import entry_points
 
@@ -97,5 +98,24 @@ def load_engine(name: str, target: str | None = None, **options: Any) -> Engine:
         factory = found[name].load()
     else:
         factory = dotted.load(target, "engine.target", "Class")
+    _refuse_unknown_options(factory, target or name, options)
     engine: Engine = factory(**options)
     return engine
+
+
+class UnknownOptionError(ValueError):
+    """An engine has no option of a name in ``engine.options``."""
+
+
+def _refuse_unknown_options(factory: Any, engine: str, options: Mapping[str, Any]) -> None:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # made by other means than Python: it tells itself what it lacks
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY]
+    for option in options:
+        if option not in known:
+            told = f"its options: {', '.join(known)}" if known else "it has none"
+            raise UnknownOptionError(f"engine {engine} has no option '{option}' (engine.options.{option}); {told}")

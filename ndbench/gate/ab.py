@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from ndbench.gate.pairs import Bench, by_turns
 from ndbench.gate.refs import HERE, Side, importable, open_side, uncommitted
 from ndbench.gate.sides import SideProcess
 from ndbench.matrix.expand import Matrix, expand
+from ndbench.measure.code import another_package, is_users_code
 from ndbench.report import junit
 from ndbench.report.annotations import annotate
 from ndbench.report.console import print_comparison
@@ -73,6 +74,8 @@ def run_ab(
         ]
         for process, position in zip(processes, (0, 1), strict=True):
             process.hello([pair[position] for pair in cells.values()])
+        for line in package_remarks(processes, cells):
+            _say(console, line)
         bench = Bench(
             base=processes[0],
             head=processes[1],
@@ -183,6 +186,20 @@ def remarks(sides: Sequence[Side]) -> list[str]:
     for side in sides:
         if side.ref == "git:HEAD" and uncommitted(Path.cwd()):
             found.append(f"{side.ref} is without your uncommitted changes; '{HERE}', the default head, has them")
+    return found
+
+
+def package_remarks(processes: Sequence[SideProcess], cells: Mapping[str, tuple[Cell, Cell]]) -> list[str]:
+    """Sides that measure another ndbench than their reference says, once both have told which they imported."""
+    if all(is_users_code(cell) for pair in cells.values() for cell in pair):
+        return []
+    found = []
+    for process in processes:
+        side, package = process.side, Path(process.facts["package"])
+        if side.commit is not None and not any(package.is_relative_to(path) for path in side.pythonpath):
+            found.append(f"{side.label} {side.ref} measures the ndbench installed in {package}: that commit has none")
+        elif side.ref == HERE and (told := another_package(side.cwd, package)) is not None:
+            found.append(f"{side.label} {side.ref} {told}")
     return found
 
 

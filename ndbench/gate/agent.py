@@ -36,7 +36,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         try:
             if request["do"] == "hello":
                 measurer = _measurer(request)
-                answer = _facts(measurer)
+                answer = _facts()
             else:
                 answer = {"record": _measure(measurer, request)}
         except (ValueError, OSError, ImportError) as error:
@@ -54,14 +54,13 @@ def _measurer(request: dict[str, Any]) -> Any:
     return Measurer(request["run"], RunFolder(Path(request["folder"])), Path.cwd())
 
 
-def _facts(measurer: Any) -> dict[str, Any]:
+def _facts() -> dict[str, Any]:
     import ndbench
 
     return {
         "protocol": PROTOCOL,
         "ndbench": ndbench.__version__,
         "package": str(Path(ndbench.__file__).parent),
-        "code": measurer.code,
         "python": sys.executable,
     }
 

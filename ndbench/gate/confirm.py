@@ -21,6 +21,7 @@ from ndbench.gate.loop import confirm, confirm_rule
 from ndbench.gate.pairs import Bench
 from ndbench.gate.refs import HERE, merge_base, open_side, resolve_commit
 from ndbench.gate.sides import SideProcess
+from ndbench.measure.code import is_users_code, package_checkout, package_folder
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline
 from ndbench.results.store import RunFolder, write_json
@@ -60,7 +61,10 @@ def confirm_suspects(
     if plan.gate.confirm == "auto" and (reason := _not_by_itself(plan, chosen)) is not None:
         return Outcome(notes=[_unconfirmed(comparison, chosen, f"{reason}; gate.confirm=on does it")])
     heads = {record["cell"]["name"]: record for record in folder.records()}
-    found = choose_base(plan.gate.base, baseline, chosen, heads, (cwd or Path.cwd()))
+    here = cwd or Path.cwd()
+    found = choose_base(plan.gate.base, baseline, chosen, heads, here)
+    if plan.gate.base is None and not isinstance(found, str):
+        found = code_is_elsewhere(plan.cells[chosen[0]], here) or found
     if isinstance(found, str):
         return Outcome(notes=[_unconfirmed(comparison, chosen, found)])
     cells = _cells(plan, baseline, chosen)
@@ -121,6 +125,18 @@ def choose_base(
         was = "has no commit" if commit is None else "had uncommitted changes" if dirty else "is of a commit not here"
         return Base(f"git:{merged[0]}", f"the merge base with {merged[1]}; the baseline {was}")
     return "the baseline's commit is not in a git repository here; set gate.base"
+
+
+def code_is_elsewhere(cell: Cell, cwd: Path) -> str | None:
+    """Why no commit of the repository at ``cwd`` would be the code that ``cell`` runs; None where one is."""
+    if is_users_code(cell):
+        return None
+    checkout = package_checkout()
+    if checkout is None:
+        return f"ndbench is a copy in {package_folder()}, which no commit here would change; set gate.base"
+    if not cwd.resolve().is_relative_to(checkout):
+        return f"ndbench's code is that of {checkout}, which the current folder is not in; set gate.base"
+    return None
 
 
 def _latest(baseline: Baseline, name: str) -> Record:

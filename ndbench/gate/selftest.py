@@ -27,6 +27,7 @@ from ndbench.gate.pairs import CPU, WALL, Bench, Pair, turn_pair
 from ndbench.gate.refs import HERE, open_side
 from ndbench.gate.sides import SideProcess
 from ndbench.matrix.expand import expand
+from ndbench.measure.code import another_package
 from ndbench.results.schema import Record
 from ndbench.results.sessions import Baseline, baseline_of_run
 from ndbench.results.store import RunFolder
@@ -93,6 +94,8 @@ def run_selftest(say: Callable[[str], None], overrides: tuple[str, ...] = (), re
         ]
         for process in processes:
             process.hello([cell])
+        if (told := another_package()) is not None:
+            say(told)
         say(f"{cell.name}, {counted(cell.world_size, 'rank')} of {cell.config.hardware.device}")
         rows = _exact_rows(processes[0], cell, plan, say)
         plan.write_text(NONE)

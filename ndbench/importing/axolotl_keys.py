@@ -10,6 +10,7 @@ _TOKENIZER = "tokens of a benchmark need no tokenizer; for your text: data.token
 _ADAPTER = "ndbench trains all parameters: gradients and optimizer state are far larger than an adapter's"
 _SAVING = "a benchmark saves nothing; for ndbench train: checkpoint.dir, checkpoint.every, checkpoint.keep"
 _EVALUATION = "a benchmark evaluates nothing; for ndbench train: evaluation.every, evaluation.fraction"
+_EPOCH = "how many steps an epoch has is not known here"
 _LOGGING = "every step of a benchmark is recorded"
 _TRACKER = "nothing is sent unless you say so: tracker=wandb tracker.project=…"
 _RL = "ndbench trains on next tokens only"
@@ -118,6 +119,7 @@ REMARKS: tuple[Remark, ...] = (
     ("eval_batch_size", LOST, _EVALUATION),
     ("neftune_noise_alpha", LOST, "ndbench adds no noise to embeddings"),
     ("noisy_embedding_alpha", LOST, "ndbench adds no noise to embeddings"),
+    ("evals_per_epoch", LOST, f"{_EPOCH}; for ndbench train: evaluation.every=STEPS"),
     ("eval*", LOST, _EVALUATION),
     ("do_*_eval", LOST, _EVALUATION),
     ("bench_*", LOST, _EVALUATION),
@@ -126,6 +128,7 @@ REMARKS: tuple[Remark, ...] = (
     ("early_stopping_patience", LOST, _EVALUATION),
     ("load_best_model_at_end", LOST, _EVALUATION),
     ("loss_watchdog_*", LOST, "a loss that is no number ends a run as invalid"),
+    ("saves_per_epoch", LOST, f"{_EPOCH}; for ndbench train: checkpoint.every=STEPS"),
     ("save*", LOST, _SAVING),
     ("hub_*", LOST, _SAVING),
     ("push_*", LOST, _SAVING),

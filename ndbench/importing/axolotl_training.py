@@ -121,9 +121,7 @@ def translate_schedule(found: Findings) -> None:
         found.translated(
             "max_steps", {"training.steps": steps}, f"a benchmark takes {BENCHMARK_STEPS} steps", train=True
         )
-    decay = found.whole("lr_scheduler_kwargs.num_decay_steps", least=0)
-    if decay is not None:
-        found.translated("lr_scheduler_kwargs.num_decay_steps", {"training.decay_steps": decay}, train=True)
+        found.understood("num_epochs", "max_steps is given, and counts in Axolotl too")
     warmup, ratio = found.whole("warmup_steps", least=0), found.number("warmup_ratio")
     if warmup is not None:
         found.translated("warmup_steps", {"training.warmup_steps": warmup})
@@ -135,23 +133,56 @@ def translate_schedule(found: Findings) -> None:
             found.train["training.warmup_steps"] = round(ratio * steps)
             why += f"; {round(ratio * steps)} of the {steps} of ndbench train"
         found.translated("warmup_ratio", {"training.warmup_steps": round(ratio * BENCHMARK_STEPS)}, why)
+    _decay(found, steps)
     if (seed := found.whole("seed", least=0)) is not None:
         found.translated("seed", {"training.seed": seed})
 
 
+def _decay(found: Findings, steps: int | None) -> None:
+    """The falling part of a schedule, where the training run is known to be long enough for it."""
+    key = "lr_scheduler_kwargs.num_decay_steps"
+    decay = found.whole(key, least=0)
+    if decay is None:
+        return
+    overrides = found.overrides | found.train
+    warmup = overrides.get("training.warmup_steps", 0)
+    if steps is None:
+        found.lost(key, f"max_steps is not given: with training.steps=N add training.decay_steps={decay}")
+    elif decay + warmup > steps:
+        found.lost(key, f"{decay} steps do not fit into {steps} after a warm-up of {warmup}")
+    else:
+        found.translated(key, {"training.decay_steps": decay}, train=True)
+
+
 def translate_train(found: Findings) -> None:
     """Checkpoints and evaluation: no part of a benchmark."""
-    if (folder := found.text("output_dir")) is not None:
+    folder = found.text("output_dir")
+    if folder is not None:
         found.translated("output_dir", {"checkpoint.dir": folder}, train=True)
     if (keep := found.whole("save_total_limit")) is not None:
         found.translated("save_total_limit", {"checkpoint.keep": keep}, train=True)
+    share = found.number("val_set_size")
+    held_out = bool(found.value("test_datasets")) if share is None else share != 0
     for key, name in (("save_steps", "checkpoint.every"), ("eval_steps", "evaluation.every")):
         every = found.number(key)
-        if every is not None and every.is_integer() and every >= 1:
+        if key == "eval_steps" and every is not None and not held_out:
+            found.understood(key, "val_set_size holds nothing out to evaluate on")
+            if share is None:
+                found.assumed(
+                    "val_set_size", {"evaluation.fraction": 0}, "Axolotl's default (ndbench train)", train=True
+                )
+        elif every is not None and every.is_integer() and every >= 1:
             found.translated(key, {name: int(every)}, train=True)
         elif every is not None:
             found.lost(key, "a part of all steps, whose number is not known here: give it in steps")
-    share = found.number("val_set_size")
+    if folder is None and {"checkpoint.every", "checkpoint.keep"} & set(found.train):
+        found.assumed("output_dir", {"checkpoint.dir": "./model-out"}, "Axolotl's default (ndbench train)", train=True)
+    for name, own, others in (
+        ("checkpoint.every", "save_steps", ("saves_per_epoch", "save_strategy")),
+        ("evaluation.every", "eval_steps", ("evals_per_epoch", "eval_strategy", "evaluation_strategy")),
+    ):
+        for key in others if name in found.train else ():
+            found.understood(key, f"{own} is given, and says it (ndbench train)")
     if share is not None and 0 <= share <= 0.5:
         found.translated("val_set_size", {"evaluation.fraction": share}, train=True)
     elif share is not None:

@@ -6,6 +6,7 @@ Knows no tool's key names.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,9 @@ the file, the tool's own default."""
 
 SHOWN = 60
 """Characters of a value that are shown."""
+
+LOOKED_UP = 50
+"""Unknown keys for which a known one of a similar name is looked for: each takes milliseconds."""
 
 Remark = tuple[str, str, str]
 """(pattern of keys, status, why): what to say of keys that need no code."""
@@ -48,18 +52,25 @@ class Findings:
     missing_model: str | None = None
     """What to say when the model cannot be named."""
     _open: set[str] = field(default_factory=set)
+    _asked: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._open = set(self.values)
 
     def __contains__(self, key: str) -> bool:
-        return self.values.get(key) is not None
+        return self.value(key) is not None
+
+    def value(self, key: str) -> Any:
+        """As the file has it; None where it has not. What is asked for here is known to the translator."""
+        self._asked.add(key)
+        return self.values.get(key)
 
     def rename(self, key: str, name: str) -> None:
         """Take a key for another, where that is not given as well."""
         if name not in self.values:
             self.values[name] = self.values.pop(key)
-            self._open = self._open - {key} | {name}
+            self._open.discard(key)
+            self._open.add(name)
 
     # values, typed
 
@@ -81,7 +92,7 @@ class Findings:
 
     def _number(self, key: str) -> float | None:
         """NaN for what is no number."""
-        value = self.values.get(key)
+        value = self.value(key)
         if value is None:
             return None
         try:
@@ -90,7 +101,7 @@ class Findings:
             return math.nan
 
     def flag(self, key: str) -> bool | None:
-        value = self.values.get(key)
+        value = self.value(key)
         known = {
             "true": True,
             "yes": True,
@@ -108,7 +119,7 @@ class Findings:
         return known[str(value).lower()]
 
     def text(self, key: str) -> str | None:
-        value = self.values.get(key)
+        value = self.value(key)
         if value is None:
             return None
         if isinstance(value, bool | dict | list) or not str(value).isprintable():
@@ -133,14 +144,16 @@ class Findings:
         self.overrides.update(overrides or {})
         self._report(key, LOST, overrides or {}, why)
 
-    def assumed(self, what: str, overrides: Mapping[str, Any], why: str) -> None:
+    def assumed(self, what: str, overrides: Mapping[str, Any], why: str, *, train: bool = False) -> None:
         """Something the file leaves to its tool."""
-        self.overrides.update(overrides)
+        (self.train if train else self.overrides).update(overrides)
         self.found.append(Finding(what, "", ASSUMED, words(overrides), why))
 
     def finish(self, remarks: Iterable[Remark], tool: str) -> None:
         """Report on every key that is still open: by ``remarks``, else as unknown."""
         known = list(remarks)
+        names = sorted(self._asked | {pattern for pattern, _, _ in known if not set(pattern) & set("*?[")})
+        unknown = 0
         for key in [key for key in self.values if key in self._open]:
             if self.values[key] is None or self.values[key] in ({}, []):
                 self.understood(key, f"empty: {tool}'s own default")
@@ -151,9 +164,13 @@ class Findings:
                     self._report(key, UNDERSTOOD if off else status, {}, "off: nothing to set" if off else why)
                     break
             else:
-                self.lost(key, f"not a key of {tool} that is known here")
+                unknown += 1
+                near = difflib.get_close_matches(key, names, n=1, cutoff=0.8) if unknown <= LOOKED_UP else []
+                meant = f" (did you mean {near[0]}?)" if near else ""
+                self.lost(key, f"not a key of {tool} that is known here{meant}")
 
     def _report(self, key: str, status: str, overrides: Mapping[str, Any], why: str) -> None:
+        self._asked.add(key)
         if key not in self._open:
             return  # not in the file, or reported on already
         self._open.discard(key)

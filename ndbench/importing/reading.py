@@ -1,11 +1,12 @@
 """A YAML file of another tool: its keys, whose they are, and what is wrong with it, in one line.
 
-Only plain data is built from it (``yaml.safe_load``).
+Only plain data is built from it (``yaml.SafeLoader``).
 """
 
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,10 @@ def read_file(path: Path) -> tuple[str, dict[str, Any], list[str]]:
     if path.suffix == ".toml" or _is_toml(text):
         raise ValueError(f"{path} is TOML: {ONLY}")
     try:
-        content = yaml.safe_load(text)
-        twice = list(_twice(yaml.compose(text, yaml.SafeLoader)))
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()  # read once: of what it makes, keys that stand twice are gone
+        content = loader.construct_document(node) if node is not None else None
+        twice = list(_twice(node))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} is not YAML that can be read: {reason[:200]}") from error
@@ -88,8 +91,8 @@ def _twice(node: yaml.Node | None) -> Iterator[str]:
         return
     for prefix, mapping in [("", node), *((f"{_name(key)}.", value) for key, value in node.value)]:
         if isinstance(mapping, yaml.MappingNode):
-            names = [_name(key) for key, _ in mapping.value]
-            yield from (f"{prefix}{name}" for name in dict.fromkeys(names) if names.count(name) > 1)
+            counts = Counter(_name(key) for key, _ in mapping.value)
+            yield from (f"{prefix}{name}" for name, count in counts.items() if count > 1)
 
 
 def _name(node: yaml.Node) -> str:

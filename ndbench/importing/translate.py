@@ -14,7 +14,7 @@ import yaml
 from ndbench.config import TrainingConfig
 from ndbench.importing import accelerate, axolotl
 from ndbench.importing.axolotl_training import BENCHMARK_STEPS
-from ndbench.importing.findings import LOST, Finding, Findings, words
+from ndbench.importing.findings import ASSUMED, LOST, UNDERSTOOD, Finding, Findings, words
 from ndbench.importing.reading import NAMES, read_file
 from ndbench.matrix.sources import GROUPS, SUITE_FOLDERS
 from ndbench.parallel.config import ParallelismConfig
@@ -91,9 +91,10 @@ def import_file(path: str | Path, given: Sequence[str] = (), world_size: int | N
     else:
         axolotl.translate(found, world_size)
     own = dict(word.split("=", 1) for word in given)
-    for group in set(WHOLE_GROUPS) & set(own):
-        found.overrides = {key: value for key, value in found.overrides.items() if key.split(".")[0] != group}
-    if {"model", "model.path", "model.target"} & set(own):
+    groups = set(WHOLE_GROUPS) & set(own)
+    found.overrides = {key: value for key, value in found.overrides.items() if key.split(".")[0] not in groups}
+    named = [key for key in ("model", "model.path", "model.target") if key in own]
+    if named:
         found.missing_model = None
     elif tool == "accelerate":
         found.notes.append(accelerate.IN_THE_SCRIPT)
@@ -111,11 +112,32 @@ def import_file(path: str | Path, given: Sequence[str] = (), world_size: int | N
         overrides=(*words(ordered), *given),
         train_overrides=(*words(ordered | training), *given) if training else (),
         train_lacks=tuple(_lacks(found.values, ordered | training, set(own))) if training else (),
-        findings=tuple(sorted(found.found, key=lambda finding: order.get(finding.key, len(order)))),
+        findings=tuple(
+            _beside(finding, own, groups, named)
+            for finding in sorted(found.found, key=lambda finding: order.get(finding.key, len(order)))
+        ),
         notes=tuple(found.notes),
         missing_model=found.missing_model,
         settings=ordered | {key: yaml.safe_load(value) for key, value in own.items()},
     )
+
+
+def _beside(finding: Finding, own: Mapping[str, str], groups: set[str], named: Sequence[str]) -> Finding:
+    """A finding without what the user's own overrides replace, which it then names.
+
+    ``groups``: chosen whole by the user; ``named``: the user's keys that say what the model is.
+    """
+    keys = [word.partition("=")[0] for word in finding.overrides]
+    lost = {key: key if key in own else key.split(".")[0] for key in keys if key in own or key.split(".")[0] in groups}
+    winners = list(dict.fromkeys(lost.values())) or (list(named) if finding.key == "base_model" else [])
+    if not winners:
+        return finding
+    yours = f"yours wins: {', '.join(f'{key}={own[key]}' for key in winners)}"
+    left = tuple(word for word, key in zip(finding.overrides, keys, strict=True) if key not in lost)
+    if finding.key != "base_model" and (left or finding.status == LOST):
+        return dataclasses.replace(finding, overrides=left, why="; ".join(filter(None, (finding.why, yours))))
+    status = ASSUMED if finding.status == ASSUMED else UNDERSTOOD
+    return dataclasses.replace(finding, overrides=left, status=status, why=yours)
 
 
 def _lacks(values: Mapping[str, Any], overrides: Mapping[str, Any], own: set[str]) -> Iterator[str]:

@@ -67,9 +67,11 @@ def expand(
     candidates = {key: value for key, value in settings.items() if key in GROUPS and isinstance(value, list)}
     maker = PointMaker(composer, sources, request, suite, here)
     points: list[Point] = []
-    for names in itertools.product(*candidates.values()):
+    combinations = list(itertools.product(*candidates.values()))
+    for names in combinations:
         points = maker.points(settings | dict(zip(candidates, names, strict=True)))
-        if all(not point.lacks for point in points):
+        # all of them, selected or not: what a cell is does not depend on which are asked for
+        if len(combinations) == 1 or all(point.refused or not point.lacks for point in points):
             break
     single = not request.suite and not sweep
     return _sort(_distinct(points), request, suite, maker.warnings, single)
@@ -118,15 +120,14 @@ def _sort(points: list[Point], request: Request, suite: SuiteConfig, warnings: l
     matrix = Matrix(suite.name, config, request.overrides, description=suite.description, warnings=list(warnings))
     matrix.excluded = [(point.cell.name, point.excluded) for point in points if point.excluded is not None]
     selected = _selected(candidates, matrix.excluded, config, suite.name)
+    own = _shard([point for point in candidates if id(point) in selected], config.shard)
     for point in candidates:
-        if id(point) not in selected:
+        if id(point) not in own:
             matrix.unselected.append(point.cell)
         elif point.refused or point.lacks:
             matrix.skipped.append((point.cell, "; ".join(point.refused or point.lacks)))
         else:
             matrix.cells.append(point.cell)
-    matrix.cells, others = _shard(matrix.cells, config.shard)
-    matrix.unselected += others
     matrix.warnings += [warning for cell in matrix.cells if (warning := crossing(cell)) is not None]
     return matrix
 
@@ -158,15 +159,18 @@ def _reasons(excluded: list[tuple[str, str]]) -> str:
     return "; ".join(f"{', '.join(same)} ({reason})" for reason, same in names.items())
 
 
-def _shard(cells: list[Cell], shard: str | None) -> tuple[list[Cell], list[Cell]]:
-    """(this shard's cells, the others), dealt in turn. Raises ``ValueError`` for anything but K/N."""
+def _shard(points: list[Point], shard: str | None) -> set[int]:
+    """This shard's points: those that fit the machine are dealt in turn, before an engine is asked about any; what fits
+    on none is told by all. Raises ``ValueError`` for anything but K/N."""
     if shard is None:
-        return cells, []
+        return {id(point) for point in points}
     found = re.fullmatch(r"([0-9]+)/([0-9]+)", shard)
     index, count = (int(found[1]), int(found[2])) if found else (0, 0)
     if not 1 <= index <= count:
         raise ValueError(f"shard={shard} is not K/N with 1 <= K <= N, such as 1/4")
-    own = cells[index - 1 :: count]
-    if cells and not own:
-        raise ValueError(f"shard={shard} holds no cell: there are only {len(cells)}")
-    return own, [cell for position, cell in enumerate(cells) if position % count != index - 1]
+    fitting = [point for point in points if not point.wrong and not point.lacks]
+    own = fitting[index - 1 :: count]
+    if fitting and not own:
+        raise ValueError(f"shard={shard} holds no cell: there are only {len(fitting)}")
+    dealt = {id(point) for point in fitting} - {id(point) for point in own}
+    return {id(point) for point in points} - dealt

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ndbench.config import Cell, Config
@@ -48,12 +49,22 @@ class Point:
     cell: Cell
     excluded: str | None
     """The rule that leaves it out."""
-    refused: list[str]
-    """Why no machine can run it."""
-    lacks: list[str]
-    """Why this machine cannot hold it."""
+    here: bool
+    """It must fit this machine."""
+    wrong: list[str] = field(default_factory=list)
+    """What is wrong with its degrees: there is no layout to ask an engine about."""
     contradicts: bool = False
     """Left out by the command line, not by the suite."""
+
+    @cached_property
+    def refused(self) -> list[str]:
+        """Why no machine can run it. Asks the engine, which is for cells that are selected only."""
+        return self.wrong or ([] if self.excluded is not None else refusals(self.cell))
+
+    @cached_property
+    def lacks(self) -> list[str]:
+        """Why this machine cannot hold it."""
+        return [] if self.wrong or self.excluded is not None else shortages(self.cell, self.here)
 
 
 class PointMaker:
@@ -193,14 +204,11 @@ class PointMaker:
             for key, degree in degrees.items():
                 set_value(config, key, degree)
             cell = dataclasses.replace(cell, name=cell_name(self._base_name(config, draft), draft.tokens))
-            return Point(cell, contradiction, [], [], contradicts=True)
+            return Point(cell, contradiction, self._here, contradicts=True)
         if refused:
-            return Point(cell, None, refused, [])
+            return Point(cell, None, self._here, refused)
         excluded = None if draft.forced else self._rule_against(config)
-        if excluded is not None:
-            return Point(cell, excluded, [], [])
-        refused = refusals(cell)
-        return Point(cell, None, refused, [] if refused else shortages(cell, self._here))
+        return Point(cell, excluded, self._here)
 
     def _base_name(self, config: Config, draft: Draft) -> str:
         if config.engine.command is None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ndbench.config import Cell, Config, ModelConfig
 from ndbench.counted import counted
-from ndbench.engines.protocol import Engine, asking, load_engine
+from ndbench.engines.protocol import Engine, UnknownOptionError, asking, load_engine
 from ndbench.matrix.keys import DURATIONS, LEAST, MOST, VALUES, get_value, set_value, typed
 from ndbench.measure import fingerprint
 
@@ -188,7 +188,10 @@ def plan_refusals(cell: Cell) -> list[str]:
 def _lines(cell: Cell, question: str) -> list[str]:
     named = cell.config.engine
     with asking(cell):
-        engine = _engine(named.name, named.target, json.dumps(named.options, sort_keys=True))
+        try:
+            engine = _engine(named.name, named.target, json.dumps(named.options, sort_keys=True))
+        except UnknownOptionError as error:
+            return [str(error)]
         # refuse_plan is optional
         reason = getattr(engine, question)(cell) if question == "refuse" or hasattr(engine, question) else None
         if reason is not None and not isinstance(reason, str):

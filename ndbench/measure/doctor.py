@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ndbench.measure.code import another_package, code_version, package_checkout, package_folder
 from ndbench.measure.devices import UNKNOWN_GPU, detect, number, nvidia_query, run_tool, visible_devices
 from ndbench.measure.fingerprint import co_tenants, cpu_model, software, topology, usable_cpus
 
@@ -43,6 +44,7 @@ def examine(results_dir: str | Path, hardware_files: Mapping[str, Mapping[str, A
     facts = software()
     checks: list[Callable[[], list[Finding]]] = [
         lambda: versions(facts),
+        code,
         lambda: environment(os.environ),
         lambda: devices_found(devices, hardware_files),
         lambda: driver_and_build(devices, facts, run_tool("nvidia-smi") if devices else None),
@@ -64,6 +66,18 @@ def versions(facts: Mapping[str, str | None]) -> list[Finding]:
     if facts.get("torch") is None:
         return [Finding("fail", "software", f"torch is not installed ({text})")]
     return [Finding("ok", "software", text)]
+
+
+def code() -> list[Finding]:
+    """Whose ndbench is measured, and whether records can name its commit."""
+    if (told := another_package()) is not None:
+        return [Finding("warn", "code", told)]
+    checkout = package_checkout()
+    if checkout is None:
+        return [Finding("ok", "code", f"ndbench in {package_folder()}, in no checkout: records name no commit of it")]
+    found = code_version(checkout)
+    commit = (found["commit"] or "unknown")[:10]
+    return [Finding("ok", "code", f"ndbench of {checkout}, {commit}{', uncommitted changes' * bool(found['dirty'])}")]
 
 
 def environment(environ: Mapping[str, str]) -> list[Finding]:

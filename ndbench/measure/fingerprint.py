@@ -237,15 +237,3 @@ def _physical_memory() -> int:
 def recorded_environment() -> dict[str, str]:
     """The allow-listed environment variables that are set."""
     return {name: os.environ[name] for name in sorted(os.environ) if ENVIRONMENT.fullmatch(name)}
-
-
-def code_version(cwd: str | Path = ".") -> dict[str, Any]:
-    """``{"commit", "dirty"}`` of the git checkout at ``cwd``; both None outside of one or without git.
-
-    Untracked files do not make a checkout dirty: results are written beside the code.
-    """
-    commit = run_tool("git", "-C", str(cwd), "rev-parse", "HEAD")
-    if commit is None:
-        return {"commit": None, "dirty": None}
-    status = run_tool("git", "-C", str(cwd), "status", "--porcelain", "--untracked-files=no", timeout=20.0)
-    return {"commit": commit.strip(), "dirty": None if status is None else bool(status.strip())}

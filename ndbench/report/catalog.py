@@ -14,13 +14,14 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
+from ndbench.arguments import LISTS
 from ndbench.config import ModelConfig
 from ndbench.matrix.sources import Sources, find_sources
 from ndbench.measure.flops import parameter_count
 from ndbench.parallel.config import AXES
 from ndbench.report.columns import Column, print_columns
 
-GROUP_OF = {"models": "model", "suites": "suite", "hardware": "hardware", "parallelism": "parallelism"}
+GROUP_OF = {what: {"models": "model", "suites": "suite", "engines": "engine"}.get(what, what) for what in LISTS}
 
 
 def entries(what: str, config_dir: str | Path | None = None) -> list[dict[str, Any]]:
@@ -41,21 +42,42 @@ def entries(what: str, config_dir: str | Path | None = None) -> list[dict[str, A
         except ValueError as error:
             found.append(head | {"about": f"cannot be read: {error}"})
         else:
-            found.append(head | _FACTS[group](values))
+            found.append(head | _FACTS.get(group, _plain)(values))
     return found
 
 
+def groups(config_dir: str | Path | None = None) -> list[dict[str, Any]]:
+    """One entry a group: ``name`` (of the override), ``list`` (the word of this verb) and its ``choices``."""
+    sources = find_sources(config_dir)
+    return [
+        {
+            "name": group,
+            "list": what,
+            "choices": [entry["name"] for entry in _engines(sources)] if what == "engines" else sources.names(group),
+        }
+        for what, group in GROUP_OF.items()
+    ]
+
+
+def print_groups(found: list[dict[str, Any]], console: Console) -> None:
+    columns = [Column("group"), Column("more of it"), Column("choices", prose=True)]
+    rows = [[f"{one['name']}=", f"ndbench list {one['list']}", ", ".join(one["choices"])] for one in found]
+    print_columns(console, columns, rows)
+
+
 def print_entries(what: str, found: list[dict[str, Any]], console: Console) -> None:
-    columns = [column for column in _COLUMNS[what] if any(entry.get(column[0]) is not None for entry in found)]
+    shown = _COLUMNS.get(what, (("name", what), ("about", "what it is"), ("sets", "sets")))
+    columns = [column for column in shown if any(entry.get(column[0]) is not None for entry in found)]
     rows = []
     for entry in found:
         name = f"{entry['name']} *" if entry["yours"] else entry["name"]
         rows.append([name, *(_shown(key, entry.get(key)) for key, _ in columns[1:])])
-    words = ("name", "about", "layout", "factory")
-    print_columns(console, [Column(title, key not in words, key == "about") for key, title in columns], rows)
+    words = ("name", "about", "layout", "factory", "sets")
+    prose = ("about", "sets")
+    print_columns(console, [Column(title, key not in words, key in prose) for key, title in columns], rows)
     if any(entry["yours"] for entry in found):
         console.print(Text("* from your --config-dir"))
-    for line in _USE[what]:
+    for line in _USE.get(what, (f"{what}=NAME", f"{what}.KEY=VALUE sets one key")):
         console.print(Text(line), style="dim", soft_wrap=True)
 
 
@@ -114,6 +136,21 @@ def _parallelism(values: dict[str, Any]) -> dict[str, Any]:
 
 def _suite(values: dict[str, Any]) -> dict[str, Any]:
     return {"about": values.get("description")}
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Of a group without facts of its own: the keys that the file sets."""
+    settings = {key: value for key, value in values.items() if key != "name"}
+    return {
+        "settings": settings,
+        "sets": ", ".join(f"{key}={_written(value)}" for key, value in settings.items()) or None,
+    }
+
+
+def _written(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"[{','.join(_written(item) for item in value)}]" if isinstance(value, list) else str(value)
 
 
 def _engines(sources: Sources) -> list[dict[str, Any]]:

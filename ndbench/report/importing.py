@@ -25,8 +25,13 @@ TITLES = {
 STYLES = {TRANSLATED: "green", UNDERSTOOD: "dim", LOST: "yellow", ASSUMED: ""}
 
 
-def print_imported(imported: Imported, matrix: Matrix | None, suite: Path | None, console: Console) -> None:
-    """``matrix``: what the overrides make, None when the model is not known. ``suite``: the file that was written."""
+def print_imported(
+    imported: Imported, matrix: Matrix | None, suite: Path | None, console: Console, train_refused: str | None = None
+) -> None:
+    """``matrix``: what the overrides make, None when the model is not known. ``suite``: the file that was written.
+
+    ``train_refused``: why ``ndbench train`` would not take its line.
+    """
     by_status = {status: [one for one in imported.findings if one.status == status] for status in TITLES}
     counts = ", ".join(f"{len(by_status[status])} {status}" for status in (TRANSLATED, UNDERSTOOD, LOST))
     keys = sum(len(by_status[status]) for status in (TRANSLATED, UNDERSTOOD, LOST))
@@ -44,7 +49,7 @@ def print_imported(imported: Imported, matrix: Matrix | None, suite: Path | None
         console.print(table)
     for note in imported.notes:
         console.print(Text(f"\nnote: {note}"), style="yellow", soft_wrap=not console.is_terminal)
-    for title, command in _commands(imported, matrix, suite):
+    for title, command in _commands(imported, matrix, suite, train_refused):
         console.print(Text(f"\n{title}"), style="bold")
         console.print(Text(command), soft_wrap=True)
 
@@ -55,11 +60,15 @@ def _short(key: str) -> str:
     return name if name.startswith(section.removesuffix("config")) else key
 
 
-def _commands(imported: Imported, matrix: Matrix | None, suite: Path | None) -> list[tuple[str, str]]:
+def _commands(
+    imported: Imported, matrix: Matrix | None, suite: Path | None, train_refused: str | None
+) -> list[tuple[str, str]]:
     if matrix is None:
         return [("with the model added, this measures it:", f"{imported.command} model=FOLDER")]
     found = [("measure it:", imported.command)]
-    if imported.train_command:
+    if train_refused is not None:
+        found.append(("ndbench train would refuse it:", train_refused))
+    elif imported.train_command:
         comments = [f"# {lack}" for lack in imported.train_lacks]
         found.append(("train with it:", "\n".join([*comments, imported.train_command])))
     if suite is not None:
@@ -72,7 +81,7 @@ def _commands(imported: Imported, matrix: Matrix | None, suite: Path | None) -> 
     return found
 
 
-def imported_json(imported: Imported, matrix: Matrix | None) -> dict[str, Any]:
+def imported_json(imported: Imported, matrix: Matrix | None, train_refused: str | None = None) -> dict[str, Any]:
     """The same facts as plain data."""
     return {
         "tool": imported.tool,
@@ -80,7 +89,8 @@ def imported_json(imported: Imported, matrix: Matrix | None) -> dict[str, Any]:
         "overrides": list(imported.overrides),
         "train_overrides": list(imported.train_overrides),
         "command": imported.command if matrix is not None else None,
-        "train_command": imported.train_command or None,
+        "train_command": (imported.train_command or None) if train_refused is None else None,
+        "train_refused": train_refused,
         "train_lacks": list(imported.train_lacks),
         "model_missing": imported.missing_model,
         "cells": []

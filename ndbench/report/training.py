@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -57,7 +58,9 @@ class TrainingView:
         if self._live is not None:
             self._live.stop()
 
-    def began(self, text: tuple[int, int, bool] | None, start: tuple[Path, int] | None) -> None:
+    def began(
+        self, text: tuple[int, int, bool] | None, start: tuple[Path, int] | None, changes: Sequence[str] = ()
+    ) -> None:
         """The header; ``text`` is (tokens, documents, whether there was more) of what was read, ``start`` the
         checkpoint that is gone on from and its step."""
         config = self._cell.config
@@ -78,10 +81,12 @@ class TrainingView:
             self._say("data=markov: synthetic tokens; your text: data=text data.files=[FILE,FOLDER] or data=dataset")
         if start is not None:
             path, step = start
-            self._say(f"going on from {path}, step {step}")
             if step >= training.steps:
-                self._say(f"nothing to do: training.steps is {training.steps}", style="bold")
+                self._say(f"nothing to do: {path} is at step {step}, training.steps is {training.steps}", style="bold")
                 return
+            self._say(f"going on from {path}, step {step}")
+            if changes:
+                self._say(f"changed since the checkpoint: {', '.join(changes)}", style="yellow")
         self._say(f"log: {self._path}")
 
     def update(self) -> None:

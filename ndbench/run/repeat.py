@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ndbench.config import Cell
+from ndbench.measure.code import code_of
 from ndbench.measure.devices import visible_devices
-from ndbench.measure.fingerprint import code_version, fingerprint
+from ndbench.measure.fingerprint import fingerprint
 from ndbench.measure.throttling import ThrottleMeter
 from ndbench.measure.version import measurement_version
 from ndbench.results.fit import handicap_of as planted
@@ -40,15 +41,24 @@ class Measurer:
     def __init__(self, run: str, folder: RunFolder, cwd: str | Path = ".") -> None:
         self.run = run
         self.folder = folder
-        self.code = code_version(cwd)
+        self._cwd = cwd
         self.cell_version = measurement_version()
         self._fingerprints: dict[tuple[str, int], dict[str, Any]] = {}
+        self._codes: dict[tuple[str | None, ...], dict[str, Any]] = {}
 
     def fingerprint(self, cell: Cell) -> dict[str, Any]:
         key = (cell.config.hardware.name, cell.world_size)
         if key not in self._fingerprints:
             self._fingerprints[key] = fingerprint(cell)
         return self._fingerprints[key]
+
+    def code(self, cell: Cell) -> dict[str, Any]:
+        """Of the code that the cell runs, as it was when it was first asked for."""
+        config = cell.config
+        key = (config.engine.name, config.engine.target, config.model.target, config.training.optimizer)
+        if key not in self._codes:
+            self._codes[key] = code_of(cell, self._cwd)
+        return self._codes[key]
 
     def measure(
         self,
@@ -119,7 +129,7 @@ class Measurer:
             start=start,
             end=_now(),
             cell_version=self.cell_version,
-            code=self.code,
+            code=self.code(cell),
             fingerprint=self.fingerprint(cell),
             throttled=throttled,
             alone=alone,

@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ndbench.counted import counted
+from ndbench.measure.code import another_package
 from ndbench.report.facts import resume_command
 from ndbench.report.progress import Progress, duration
 from ndbench.results.schema import Record
@@ -72,8 +73,16 @@ def _measure(plan: Plan, folder: RunFolder, max_failures: int | None, console: C
     done = {(record["cell"]["name"], record["repeat"]): record for record in folder.records()}
     measurer = Measurer(plan.run, folder)
     refuse_other_environment(
-        plan.run, list(done.values()), measurer.code, measurer.cell_version, measurer.fingerprint, plan.cells
+        plan.run,
+        list(done.values()),
+        measurer.code,
+        measurer.cell_version,
+        measurer.fingerprint,
+        plan.cells,
+        left=sum(pair not in done for pair in plan.order),
     )
+    if (told := another_package()) is not None:
+        console.print(told, style="yellow", markup=False, soft_wrap=True)
     first = next(iter(plan.cells.values()))
     launching.start_fork_server(launching.preloaded(plan.cells.values()), first.config.launcher.start_method)
     began, failures = time.monotonic(), 0

@@ -13,14 +13,16 @@ from ndbench.results.schema import Record
 def refuse_other_environment(
     run: str,
     records: Sequence[Record],
-    code: Mapping[str, Any],
+    code: Callable[[Cell], Mapping[str, Any]],
     cell_version: str,
     fingerprint: Callable[[Cell], Mapping[str, Any]],
     cells: Mapping[str, Cell],
+    left: int,
 ) -> None:
     """Raises ``ValueError`` with one line naming what changed since ``records`` were measured.
 
-    A cell whose repeats mix two versions of torch, two commits or two machines can neither be compared nor accepted.
+    ``left``: repeats that are still to be measured. A cell whose repeats mix two versions of torch, two commits or two
+    machines can neither be compared nor accepted.
     """
     for record in records:
         name = record["cell"]["name"]
@@ -30,10 +32,15 @@ def refuse_other_environment(
         changes = [
             *differences(record["fingerprint"]["software"], now["software"]),
             *differences(record["fingerprint"]["hardware"], now["hardware"]),
-            *differences(_commit(record["code"]), _commit(code)),
+            *differences(_commit(record["code"]), _commit(code(cells[name]))),
         ]
         if record["cell_version"] != cell_version:
             changes.append("ndbench's own definition of the measurement")
+        if changes and not left:
+            raise ValueError(
+                f"run {run} is complete, all its {len(records)} repeats are measured, on something else than is here "
+                f"({shorten(changes)}): ndbench report {run} shows its verdict, ndbench compare {run} decides anew"
+            )
         if changes:
             raise ValueError(
                 f"run {run} has {len(records)} repeats measured on something else ({shorten(changes)}): go on with it "

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from ndbench.config import Cell
 from ndbench.matrix.expand import expand
+from ndbench.measure.code import another_package
 from ndbench.report.tracker import check as check_tracker
 from ndbench.report.tracker import track_training
 from ndbench.report.training import TrainingView
@@ -30,6 +31,7 @@ from ndbench.results.store import write_json
 from ndbench.run.folders import alone_in, check_writable
 from ndbench.run.plan import new_run_name
 from ndbench.run.start import ask_engines
+from ndbench.run.train_checks import train_refusal
 
 FAILED = 3
 """Exit code of a run that a rank's error ended; one that a signal ended has 128 + its number."""
@@ -47,7 +49,7 @@ def train(words: Sequence[str], config_dir: Path | None, console: Console) -> in
     cell = the_cell(words, config_dir)
     folder = output_folder(cell)
     # Import torch: after everything that can be refused without it.
-    from ndbench.run.train_resume import start_of
+    from ndbench.run.train_resume import changes_since, start_of
     from ndbench.training.data import prepare
 
     with ExitStack() as stack:
@@ -57,9 +59,12 @@ def train(words: Sequence[str], config_dir: Path | None, console: Console) -> in
         corpus = prepare(cell.config, scratch / "data")
         start = start_of(cell.config, folder, scratch / "data")
         view = stack.enter_context(TrainingView(console, cell, folder))
-        view.began(None if corpus is None else (len(corpus.tokens), len(corpus.starts), corpus.cut), start)
+        changes = changes_since(cell.config, start[0]) if start is not None else []
+        view.began(None if corpus is None else (len(corpus.tokens), len(corpus.starts), corpus.cut), start, changes)
         if start is not None and start[1] >= cell.config.training.steps:
             return 0
+        if (told := another_package()) is not None:
+            view.note(told)
         write_json(folder / "config.json", cell.to_dict())
         code = _launch(cell, folder, scratch, view, stack, start[0] if start is not None else None)
         view.tracked(*track_training(folder, cell.config.tracker))
@@ -76,14 +81,9 @@ def the_cell(words: Sequence[str], config_dir: Path | None) -> Cell:
         cell, reason = matrix.skipped[0]
         raise ValueError(f"{cell.name}: {reason}")
     (cell,) = matrix.cells
-    config = cell.config
-    if config.engine.name != "ndbench":
-        raise ValueError(f"train is the bundled engine's: engine={config.engine.name} has a loop of its own")
-    check_tracker(config.tracker)
-    if config.evaluation.every is not None and config.evaluation.fraction == 0:
-        raise ValueError(
-            f"evaluation.every={config.evaluation.every} needs evaluation.fraction above 0: nothing is held out"
-        )
+    if (refusal := train_refusal(cell.config)) is not None:
+        raise ValueError(refusal)
+    check_tracker(cell.config.tracker)
     _, refused = ask_engines([cell])
     if refused:
         raise ValueError(f"{cell.name}: {refused[0][1]}")
@@ -94,9 +94,6 @@ def output_folder(cell: Cell) -> Path:
     """``checkpoint.dir``, else a new folder below ``results.dir``; made here. ``ValueError`` when it holds a run."""
     config = cell.config
     if config.checkpoint.dir is None:
-        for key, value in (("resume", config.resume), ("checkpoint.every", config.checkpoint.every)):
-            if value is not None:
-                raise ValueError(f"{key}={value} needs checkpoint.dir=FOLDER")
         folder = Path(config.results.dir) / "train" / new_run_name()
     else:
         folder = Path(config.checkpoint.dir).expanduser()

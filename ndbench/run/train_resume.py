@@ -26,6 +26,12 @@ SHAPE = (
 )
 """Fields of a model that its checkpoints depend on."""
 
+SAME_LEARNING = (
+    *("micro_batch_size", "loss_chunk_size", "activation_checkpointing", "activation_offload"),
+    *("compile", "cuda_graphs", "deterministic", "name", "path", "tp_plan", "blocks", "files", "dataset"),
+)
+"""Settings of a model, its training or its data that change how a step is computed, not what it computes."""
+
 VERIFY_SECONDS = 60.0
 """Of looking for a whole checkpoint where another is damaged."""
 
@@ -64,6 +70,27 @@ def start_of(config: Config, folder: Path, prepared: Path) -> tuple[Path, int] |
             f"its position in them means nothing here; {_weights_alone(path)}"
         )
     return path, int(progress["step"])
+
+
+def changes_since(config: Config, checkpoint: Path) -> list[str]:
+    """``training.global_batch_size 16 -> 8`` for every setting that a run goes on with other than it was left with.
+
+    Only what changes what is learned: a layout, a kernel or a way to save memory may be another each time.
+    """
+    then = read_index(checkpoint).rest["progress"]["config"]
+    now = dataclasses.asdict(config)
+    return [
+        f"{group}.{key} {_said(then[group][key])} -> {_said(value)}"
+        for group in ("model", "training", "data")
+        for key, value in now[group].items()
+        if key in then.get(group, {}) and key not in SAME_LEARNING and then[group][key] != value
+    ]
+
+
+def _said(value: object) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)[:60]
 
 
 def newest_whole(folder: Path, damaged: Path) -> Path | None:

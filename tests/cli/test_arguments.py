@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import keyword
 import pkgutil
+from pathlib import Path
 
 import pytest
 
 import ndbench.verbs
-from ndbench.arguments import VERBS, UsageError, flags_of, parse, split_verb
+from ndbench.arguments import RESULTS_DIR, VERBS, UsageError, flags_of, parse, split_verb
 from tests.cli.conftest import Command
 
 
@@ -82,3 +83,12 @@ def test_every_verb_has_help_and_the_main_help_has_every_verb(ndbench: Command) 
 def test_help_stays_within_a_terminal(ndbench: Command) -> None:
     for argv in (["-h"], *([verb, "-h"] for verb in VERBS)):
         assert max(len(line) for line in ndbench(*argv).out.splitlines()) <= 115
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if RESULTS_DIR in VERBS[verb].flags])
+def test_the_results_folder_is_said_in_both_ways(verb: str) -> None:
+    words = {"baseline": ["accept", "r"], "wandb": ["push", "r"], "doctor": []}.get(verb, ["r"])
+    for said in (["results.dir=some/where"], ["--results-dir", "some/where"], ["results.dir='some/where'"]):
+        parsed = parse(verb, [*words, *said])
+        assert (parsed.results_dir, parsed.words) == (Path("some/where"), words)
+    assert parse(verb, words).results_dir is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ndbench import cli
 from tests.cli.conftest import Command
 from tests.records import repeats
 
@@ -48,6 +50,9 @@ from tests.records import repeats
         (["baseline", "prune", "cpu_x8/smoke"], "--keep N is needed"),
         (["baseline", "show", "cpu_x8/smoke"], "cpu_x8/smoke"),
         (["list", "model"], "did you mean models?"),
+        (["baseline", "list", "results.dir=a", "--results-dir", "b"], "name 2 folders: a, b"),
+        (["report", "latest", "results.dir="], "results.dir= names no folder"),
+        (["show", "suite=smoke", "--results-dir", "x"], "no flag --results-dir (results.dir=DIR says it here)"),
         (["report", "latest"], "no run 'latest'"),
         (["--resume", "20261130-000000-abcdef"], "no run '20261130-000000-abcdef'"),
         (["--resume", "latest", "suite=smoke"], "'suite=smoke' cannot change it"),
@@ -358,6 +363,35 @@ def test_the_exit_code_stays_when_nothing_can_be_said(tmp_path: Path, argv: str,
     command = f"{sys.executable} -m ndbench {argv} {redirect}"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "doctor --quick",
+        "doctor --quick --json",
+        "list models",
+        "show suite=smoke",
+        "show suite=smoke --json",
+        "baseline list",
+        "import FILE model=llama_tiny --world-size 1",
+        "completion bash",
+        "run -h",
+        "--version",
+    ],
+)
+def test_a_reader_that_has_gone_is_141_for_every_verb(tmp_path: Path, argv: str) -> None:
+    """rich ends the process by itself then, with 1, which means "regressed"."""
+    (tmp_path / "FILE").write_text("base_model: some/model\nmicro_batch_size: 1\n")
+    command = f"set -o pipefail; {sys.executable} -m ndbench {argv} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_every_console_is_one_that_a_reader_may_leave() -> None:
+    """Verbs that measure take too long to try here: none makes a console of its own."""
+    files = Path(cli.__file__).parent.rglob("*.py")
+    assert [file.name for file in files if re.search(r"\bConsole\(", file.read_text())] == []
 
 
 def test_a_fault_of_ours_is_70_where_its_traceback_cannot_be_kept(

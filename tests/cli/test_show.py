@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ndbench.matrix.expand import expand
+from ndbench.matrix.sources import GROUPS
 from ndbench.report.cost import costs
 from ndbench.results.store import RunFolder
 from tests.cli.conftest import Command
@@ -145,6 +146,14 @@ def _environment() -> dict[str, str]:
         ("hardware", ["h100", "h200", "a100", "b200", "l40s", "mi300x", "cpu"]),
         ("parallelism", ["ddp", "fsdp", "hsdp", "fsdp_tp", "hsdp_tp"]),
         ("engines", ["ndbench", "command"]),
+        ("training", ["default", "gpu"]),
+        ("data", ["markov", "source", "text", "dataset"]),
+        ("checkpoint", ["sharded", "async", "full", "hf"]),
+        ("tracker", ["none", "wandb"]),
+        ("evaluation", ["default"]),
+        ("measure", ["default", "quick"]),
+        ("gate", ["default", "off", "require"]),
+        ("launcher", ["local"]),
     ],
 )
 def test_what_comes_with_ndbench_is_listed(ndbench: Command, what: str, names: list[str]) -> None:
@@ -156,10 +165,21 @@ def test_what_comes_with_ndbench_is_listed(ndbench: Command, what: str, names: l
     assert max(len(line) for line in text.splitlines()) <= 100
 
 
+def test_without_a_word_every_group_is_listed_with_its_choices(ndbench: Command) -> None:
+    found = json.loads(ndbench("list", "--json").out)
+    assert {entry["name"] for entry in found} == set(GROUPS)
+    text = ndbench("list").out
+    for entry in found:
+        assert f"ndbench list {entry['list']}" in text
+        assert ndbench("list", entry["list"]).code == 0
+        assert all(name in text for name in entry["choices"])
+
+
 @pytest.mark.parametrize(
     "argv",
     [
         ["list", "engines"],
+        ["list", "training"],
         ["list", "parallelism"],
         ["list", "models"],
         ["show", "suite=smoke"],

@@ -21,9 +21,12 @@ from ndbench.compare.confirm import minimal_paired_effect
 from ndbench.compare.result import MetricVerdict
 from ndbench.compare.statistics import variance
 from ndbench.config import Cell, GateConfig
-from ndbench.gate.confirm import choose_base, confirm_suspects, find_suspects
+from ndbench.gate import confirm as module
+from ndbench.gate.ab import package_remarks
+from ndbench.gate.confirm import choose_base, code_is_elsewhere, confirm_suspects, find_suspects
 from ndbench.gate.loop import Confirmed, confirm, confirm_rule
 from ndbench.gate.pairs import CPU, WALL, Bench, Pair
+from ndbench.gate.refs import Side
 from ndbench.matrix.expand import expand
 from ndbench.report.console import print_comparison
 from ndbench.report.markdown import render
@@ -222,6 +225,47 @@ def test_the_base_is_the_baselines_commit_else_the_merge_base_and_another_softwa
     assert base(commit="b" * 40).endswith("is of a commit not here)")
     assert "another software (torch 2.11.0 → 2.13.0)" in base(commit=commit, torch="2.11.0")
     assert base("python:/old", torch="2.11.0") == "python:/old (gate.base)"
+
+
+def test_a_repository_that_is_not_the_measured_codes_has_no_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its merge base would run the same ndbench twice and call that a confirmation."""
+    commit = commit_in(tmp_path)
+    own, users = a_cell(), a_cell()
+    users.config.model.target = "mine.models:build"
+    assert code_is_elsewhere(users, tmp_path) is None
+    monkeypatch.setattr(module, "package_checkout", lambda: tmp_path)
+    assert code_is_elsewhere(own, tmp_path) is None
+    monkeypatch.setattr(module, "package_checkout", lambda: tmp_path / "source")
+    assert "is that of" in (code_is_elsewhere(own, tmp_path) or "")
+    monkeypatch.setattr(module, "package_checkout", lambda: None)
+    assert "no commit here would change" in (code_is_elsewhere(own, tmp_path) or "")
+    head, baseline = repeats(seconds=0.3), baseline_of(repeats(commit=commit))
+    plan = a_plan(["fsdp8"], confirm="on")
+    outcome = confirm_suspects(plan, run_folder(tmp_path, head), baseline, decide(head, baseline), print, tmp_path)
+    (note,) = outcome.notes
+    assert note.startswith("suspects were not confirmed: ndbench is a copy in ")
+
+
+def test_a_side_that_imports_another_ndbench_than_it_names_is_told(tmp_path: Path) -> None:
+    class Told:
+        def __init__(self, side: Side, package: Path) -> None:
+            self.side, self.facts = side, {"package": str(package)}
+
+    tree, site = tmp_path / "tree", tmp_path / "site-packages" / "ndbench"
+    base = Side("base", "git:main", "python", tree, (tree,), commit="a" * 40)
+    pairs = {"c": (a_cell(), a_cell())}
+    assert package_remarks([Told(base, tree / "ndbench")], pairs) == []  # type: ignore[list-item]
+    (line,) = package_remarks([Told(base, site)], pairs)  # type: ignore[list-item]
+    assert line == f"base git:main measures the ndbench installed in {site}: that commit has none"
+    for file in ("cli.py", "measure/x.py"):
+        (tree / "ndbench" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tree / "ndbench" / file).write_text("")
+    (line,) = package_remarks([Told(Side("head", "here", "python", tree), site)], pairs)  # type: ignore[list-item]
+    assert line.startswith(f"head here measures the ndbench installed in {site}, not this checkout's")
+    pairs["c"][0].config.engine.name = pairs["c"][1].config.engine.name = "command"
+    assert package_remarks([Told(base, site)], pairs) == []  # type: ignore[list-item]
 
 
 SMALL = ["--config-dir", "tests/run/conf", "suite=two", "world_size=2", "cells=*seq16", "gate.confirm=off"]

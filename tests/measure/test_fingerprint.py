@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ndbench.config import Cell, Config, HardwareConfig
 from ndbench.measure import fingerprint as module
-from ndbench.measure.fingerprint import code_version, fingerprint, topology
+from ndbench.measure.fingerprint import fingerprint, topology
 
 NVLINK = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m
 GPU0\t X \tNV18\tNV18\tSYS\t0-47
@@ -151,23 +149,3 @@ def test_the_topology_is_one_word_where_all_pairs_are_alike() -> None:
     assert topology([0], NVLINK) is None
     assert topology([0, 5], NVLINK) is None
     assert topology([0, 1], "") is None
-
-
-def git(folder: Path, *command: str) -> None:
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-    subprocess.run(["git", "-C", str(folder), *identity, *command], check=True, capture_output=True, timeout=30)
-
-
-def test_the_code_version_says_whether_the_checkout_is_dirty(tmp_path: Path) -> None:
-    assert code_version(tmp_path) == {"commit": None, "dirty": None}
-    git(tmp_path, "init", "-q")
-    (tmp_path / "a.py").write_text("a = 1\n")
-    git(tmp_path, "add", "a.py")
-    git(tmp_path, "commit", "-q", "-m", "a")
-    clean = code_version(tmp_path)
-    assert len(clean["commit"]) == 40
-    assert clean["dirty"] is False
-    (tmp_path / "results.json").write_text("{}")
-    assert code_version(tmp_path)["dirty"] is False
-    (tmp_path / "a.py").write_text("a = 2\n")
-    assert code_version(tmp_path)["dirty"] is True

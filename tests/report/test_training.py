@@ -85,3 +85,14 @@ def test_a_line_on_a_terminal_tells_the_speed_of_the_last_seconds(tmp_path: Path
             grow(tmp_path, step, tokens_per_second=100.0 if step <= 20 else 200.0 + 200.0 * (step % 2))
         view.update()
     assert "300 tokens/s" in stream.getvalue()
+
+
+def test_going_on_tells_what_changed_and_a_run_past_its_steps_where_it_is(tmp_path: Path) -> None:
+    view, stream = view_of(tmp_path, 100)
+    view.began(None, (tmp_path / "step-00000090", 90), ["training.global_batch_size 16 -> 8"])
+    assert "step 90\nchanged since the checkpoint: training.global_batch_size 16 -> 8\n" in stream.getvalue()
+    view, stream = view_of(tmp_path, 50)
+    view.began(None, (tmp_path / "step-00000090", 90))
+    said = stream.getvalue()
+    assert f"nothing to do: {tmp_path / 'step-00000090'} is at step 90, training.steps is 50\n" in said
+    assert "going on" not in said

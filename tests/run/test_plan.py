@@ -118,7 +118,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changed: Any) ->
     plan.save(folder.plan_path)
     here = Measurer(plan.run, folder)
     cell = plan.cells["a"]
-    kept = {"code": here.code, "cell_version": here.cell_version, "fingerprint": here.fingerprint(cell)} | changed
+    kept = {"code": here.code(cell), "cell_version": here.cell_version, "fingerprint": here.fingerprint(cell)} | changed
     folder.write_record(a_record(cell=cell, **kept))
     monkeypatch.setattr(launching, "start_fork_server", lambda *_: pytest.fail("nothing may be started"))
     return folder
@@ -150,6 +150,21 @@ def test_a_run_is_not_gone_on_with_in_another_environment(
         resume_run("r", tmp_path, max_failures=None, console=Console(quiet=True))
     assert said in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_complete_run_of_another_environment_is_told_to_be_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is nothing to go on with there either."""
+    folder = measured(tmp_path, monkeypatch, cell_version="old")
+    plan = Plan.load(folder.plan_path)
+    (record,) = folder.records()
+    for name, repeat in plan.order:
+        cell = {**record["cell"], **plan.cells[name].to_dict()}
+        folder.write_record({**copy.deepcopy(record), "cell": cell, "repeat": repeat})
+    with pytest.raises(ValueError, match=f"run r is complete, all its {len(plan.order)} repeats") as error:
+        resume_run("r", tmp_path, max_failures=None, console=Console(quiet=True))
+    assert "ndbench report r shows its verdict, ndbench compare r decides anew" in str(error.value)
 
 
 def test_in_the_same_environment_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
