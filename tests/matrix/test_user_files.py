@@ -126,6 +126,30 @@ def test_a_hugging_face_folder_gives_the_shape(tmp_path: Path, key: str) -> None
     assert model.hf == {"rope_theta": 12345.0}
 
 
+def test_a_folders_model_is_built_as_the_record_tells_it(tmp_path: Path) -> None:
+    from ndbench.measure.shape import shape_of
+    from ndbench.training.models import transformers_config
+
+    folder = hugging_face_folder(tmp_path, layer_types=["full_attention"] * 3)
+    for layers in (1, 3):
+        model = expand([f"model.path={folder}", "hardware=cpu", f"model.num_hidden_layers={layers}"]).config.model
+        built, shape = transformers_config(model), shape_of(model)
+        assert shape is not None
+        assert (model.num_hidden_layers, built.num_hidden_layers, shape.layers) == (layers, layers, layers)
+        assert len(built.layer_types) == layers
+    model.num_hidden_layers = 4
+    with pytest.raises(ValueError, match=r"num_hidden_layers 4, but layer_types names 3"):
+        transformers_config(model)
+
+
+def test_another_name_of_a_schema_key_in_hf_is_refused() -> None:
+    from ndbench.config import ModelConfig
+    from ndbench.training.models import transformers_config
+
+    with pytest.raises(ValueError, match=r"^model\.hf\.n_layer: use model\.num_hidden_layers$"):
+        transformers_config(ModelConfig(model_type="gpt2", num_hidden_layers=2, hf={"n_layer": 1}))
+
+
 def test_a_folder_and_a_shape_by_name_are_refused_together(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="both give the shape"):
         expand(["model=llama_tiny", f"model.path={hugging_face_folder(tmp_path)}", "hardware=cpu"])
