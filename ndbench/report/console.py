@@ -76,11 +76,10 @@ def print_comparison(
     ``baseline`` tells since when; ``draw`` adds the drawings of the ``records``; ``again`` is the command to
     repeat where it is not the plan's.
     """
-    from rich.console import Console
-
     from ndbench.report import page_facts
+    from ndbench.report.output import make_console
 
-    console = console or Console(highlight=False)
+    console = console or make_console()
     measured = page_facts.measured_cells(records, comparison, plan)
     head = [
         _Line(facts.headline(comparison), STYLES.get(comparison.verdict, "")),

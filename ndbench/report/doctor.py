@@ -58,10 +58,11 @@ def pace(results_dir: str | Path) -> list[Finding]:
 
 def show(findings: list[Finding]) -> None:
     """One line a finding, then the sum."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    from ndbench.report.output import make_console
+
+    console = make_console()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, style="bold")

@@ -1,4 +1,4 @@
-"""The end of a run: compare what was measured, show it, write it, and last of all the verdict that CI looks for."""
+"""The end of a run: compare what was measured, write it, last of all the verdict that CI looks for, and show it."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def finish(
         comparison.notes.extend(fresh.notes)
     if stopped is not None:
         comparison.notes.append(stopped)
+    summary = _write(plan, folder, comparison, baseline)
     print_comparison(
         comparison,
         plan=plan.to_dict(),
@@ -40,7 +41,6 @@ def finish(
         baseline=baseline,
         console=console,
     )
-    summary = _write(plan, folder, comparison, baseline)
     done, warning = track(folder, comparison, next(iter(plan.cells.values())).config.tracker)
     if warning or done:
         console.print(Text(warning or done or "", style="yellow" if warning else ""), soft_wrap=True)
@@ -59,7 +59,7 @@ def finish(
 
 
 def _write(plan: Plan, folder: RunFolder, comparison: Comparison, baseline: Baseline | None) -> str:
-    """The summary, and after it the verdict. Done before a tracker is asked, so that a hanging one loses neither."""
+    """The summary, and after it the verdict. Done before anything is printed or sent: neither then loses it."""
     summary = render(
         comparison, plan=plan.to_dict(), run_folder=folder.path, records=folder.records(), baseline=baseline
     )
