@@ -15,6 +15,7 @@ from ndbench.compare.result import UNFINISHED, Comparison, MetricVerdict, from_j
 from ndbench.compare.verdict import compare
 from ndbench.config import GateConfig
 from ndbench.config import cell_id as identity
+from ndbench.matrix.keys import typed
 from ndbench.results.baseline import Acceptance, Accepted, accept, target_folder
 from ndbench.results.sessions import Baseline, baseline_of_run, read_baseline
 from ndbench.results.store import RunFolder, UnreadableFile, find_run, read_json
@@ -32,12 +33,12 @@ def compare_run(
     Raises ``ValueError`` naming the file when the plan or a record is unreadable.
     """
     records = run.records()
-    plan = run.plan if run.plan_path.is_file() else _plan_of(records)
+    plan = run.plan if run.has_plan else _plan_of(records)
     return compare(
         records,
         baseline,
         [{"name": cell["name"], "cell_id": cell.get("cell_id") or identity(cell)} for cell in plan["cells"]],
-        gate or _gate(plan),
+        gate or _gate(plan, run),
         suite=plan.get("suite", ""),
         run=plan.get("run", run.path.name),
         unselected=plan.get("unselected", []),
@@ -54,7 +55,7 @@ def verdict_of(run: RunFolder) -> Comparison:
 
     Raises ``UnreadableFile`` naming a file that cannot be read.
     """
-    if run.verdict_path.is_file():
+    if run.has_verdict:
         try:
             return from_json(read_json(run.verdict_path))
         except UnreadableFile:
@@ -62,7 +63,7 @@ def verdict_of(run: RunFolder) -> Comparison:
         except ValueError as error:
             raise UnreadableFile(f"cannot read {run.verdict_path}: {error} (ndbench compare decides anew)") from error
     comparison = compare_run(run, None)
-    planned = sum(run.plan.get("repeats", {}).values()) if run.plan_path.is_file() else 0
+    planned = sum(run.plan.get("repeats", {}).values()) if run.has_plan else 0
     measured = f"{len(run.records())} of {planned} repeats are measured" if planned else "it has no plan"
     return dataclasses.replace(comparison, mode=UNFINISHED, exit_reason=f"no verdict yet: {measured}")
 
@@ -107,9 +108,9 @@ def accept_run(
 
 def _lacks(run: RunFolder, records: list[Any]) -> str | None:
     """What a run that did not come to its end lacks of its plan."""
-    if run.verdict_path.is_file() or not run.plan_path.is_file():
+    if run.has_verdict or not run.has_plan:
         return None
-    planned = sum(read_json(run.plan_path).get("repeats", {}).values())
+    planned = sum(run.plan.get("repeats", {}).values())
     return f"only {len(records)} of its {planned} repeats" if len(records) < planned else None
 
 
@@ -119,8 +120,11 @@ def _plan_of(records: list[Any]) -> dict[str, Any]:
     return {"cells": list(cells.values()), "suite": records[0]["suite"] if records else ""}
 
 
-def _gate(plan: dict[str, Any]) -> GateConfig:
+def _gate(plan: dict[str, Any], run: RunFolder) -> GateConfig:
     """The gate a run was made with, as its plan has it (or its first cell)."""
     first: dict[str, Any] = plan["cells"][0] if plan["cells"] else {}
     values = plan.get("gate") or first.get("gate") or {}
-    return GateConfig(**values)
+    try:
+        return GateConfig(**{key: typed(f"gate.{key}", value) for key, value in values.items()})
+    except (AttributeError, ValueError) as error:
+        raise UnreadableFile(f"cannot read {run.plan_path}: {error}") from error

@@ -82,9 +82,11 @@ def fill_model(model: ModelConfig, given: set[str]) -> None:
 @cache
 def _folder_config(path: str) -> dict[str, Any]:
     file = Path(path) / "config.json"
+    if file.exists() and not file.is_file():
+        raise ValueError(f"model.path: {file} is not a regular file")
     try:
         content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"model.path: {file} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"model.path: {file} is not a mapping")

@@ -15,7 +15,7 @@ def main(args: argparse.Namespace) -> int:
     from ndbench.results.store import find_run, write_text
 
     run = find_run(args.words[0], args.results_dir or Path("results"))
-    plan = run.plan if run.plan_path.is_file() else None
+    plan = run.plan if run.has_plan else None
     comparison = verdict_of(run)
     if comparison.mode == UNFINISHED and plan is not None:
         comparison.notes.insert(0, f"if nothing measures it any more, go on with: {resume_command(run.path)}")

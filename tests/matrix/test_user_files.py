@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,26 @@ def test_another_name_of_a_schema_key_in_hf_is_refused() -> None:
 def test_a_folder_and_a_shape_by_name_are_refused_together(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="both give the shape"):
         expand(["model=llama_tiny", f"model.path={hugging_face_folder(tmp_path)}", "hardware=cpu"])
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "is not a regular file"),
+        ("[" * 100_000, r"config\.json cannot be read"),
+        (f'{{"vocab_size": {"9" * 6000}}}', r"config\.json cannot be read"),
+        ("5", "is not a mapping"),
+    ],
+    ids=["pipe", "nested", "digits", "number"],
+)
+def test_a_config_that_is_none_is_one_line(tmp_path: Path, text: str | None, said: str) -> None:
+    if text is None:
+        os.mkfifo(tmp_path / "config.json")
+    else:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        expand([f"model.path={tmp_path}", "hardware=cpu"])
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
