@@ -12,7 +12,8 @@ from typing import Any, Union
 
 def check_types(value: Any, where: str) -> None:
     """Raises ``ValueError`` naming the first field of the dataclass ``value``, or of one in it, of another type."""
-    for name, kind in _hints(type(value)).items():
+    cls: Any = type(value)
+    for name, kind in _hints(cls).items():
         _check(kind, getattr(value, name), f"{where}.{name}" if where else name)
 
 

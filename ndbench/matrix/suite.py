@@ -135,7 +135,8 @@ def check_content(content: dict[str, Any], where: str) -> None:
         if key not in FORM:
             raise ValueError(f"{where}: there is no '{key}' in a suite{close_to(str(key), FORM)}")
         kind, wanted = FORM[key]
-        if not isinstance(value, kind) or isinstance(value, bool):
+        right = isinstance(value, kind) and not isinstance(value, bool)
+        if not right:
             raise ValueError(f"{where}: {key} is {_shown(value)}, expected is {wanted}")
         if key == "layouts":
             for size in value:
