@@ -178,8 +178,6 @@ def check_suite(suite: SuiteConfig, sources: Sources) -> None:
     for section in suite.settings:
         if section not in DEVICES:
             raise ValueError(f"settings.{section} is not one of {', '.join(DEVICES)}{close_to(section, DEVICES)}")
-    if both := sorted({f"gate.{key}" for key in suite.gate} & set(flatten(suite.settings.get("all") or {}))):
-        raise ValueError(f"{both[0]} is given twice: below gate, and below settings.all")
     for device in DEVICES:
         for key, value in suite.settings_for(device).items():
             if key.split(".")[0] == "hardware":

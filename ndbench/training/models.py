@@ -80,6 +80,13 @@ def transformers_config(config: ModelConfig) -> Any:
     for name, alias in made.attribute_map.items():
         if name in FIELDS and alias in config.hf:
             raise ValueError(f"model.hf.{alias}: use model.{name}")
+    if config.sliding_window is not None and getattr(type(made), "sliding_window", made) is made:
+        raise ValueError(f"model.sliding_window={config.sliding_window}: '{config.model_type}' has no sliding window")
+    if config.sliding_window is not None and made.sliding_window is None:
+        raise ValueError(
+            f"model.sliding_window={config.sliding_window}: '{config.model_type}' has a window with "
+            "+model.hf.use_sliding_window=true only"
+        )
     one_window = getattr(made, "sliding_window", None) is not None and not getattr(made, "layer_types", None)
     if config.sliding_window is None and one_window and "sliding_window" not in config.hf:
         made.sliding_window = None  # no window asked for, where the class would have one by default

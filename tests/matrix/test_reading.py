@@ -42,7 +42,6 @@ def refused(user: Write, tmp_path: Path, text: str) -> str:
         ("points: {a: {training: {steps: 8}, training.steps: 4}}\n", "training.steps is given twice: once dotted"),
         ("include: [{training: {steps: 8}, training.steps: 4}]\n", "training.steps is given twice: once dotted"),
         ("settings: {all: {model.hf: {a: 1}, model.hf.a: 2}}\n", "model.hf.a is given twice: model.hf is given, too"),
-        ("gate: {mode: 'off'}\nsettings: {all: {gate.mode: auto}}\n", "gate.mode is given twice: below gate, and"),
     ],
 )
 def test_a_key_that_is_given_twice_is_named(user: Write, tmp_path: Path, text: str, said: str) -> None:

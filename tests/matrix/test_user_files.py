@@ -151,6 +151,25 @@ def test_another_name_of_a_schema_key_in_hf_is_refused() -> None:
         transformers_config(ModelConfig(model_type="gpt2", num_hidden_layers=2, hf={"n_layer": 1}))
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("llama", r"model\.sliding_window=8: 'llama' has no sliding window"),
+        ("qwen3", r"model\.sliding_window=8: 'qwen3' has a window with \+model\.hf\.use_sliding_window=true only"),
+    ],
+)
+def test_a_window_that_the_model_would_not_have_is_refused(kind: str, said: str) -> None:
+    from ndbench.config import ModelConfig
+    from ndbench.training.models import transformers_config
+
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}
+    with pytest.raises(ValueError, match=said):
+        transformers_config(ModelConfig(model_type=kind, **sizes, **heads))
+    made = transformers_config(ModelConfig(model_type="mistral", **sizes, **heads))
+    assert made.sliding_window == 8
+
+
 def test_a_folder_and_a_shape_by_name_are_refused_together(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="both give the shape"):
         expand(["model=llama_tiny", f"model.path={hugging_face_folder(tmp_path)}", "hardware=cpu"])
