@@ -118,7 +118,8 @@ def _overrides(word: str, config_dir: Path | None) -> Iterator[str]:
 
 
 def _values_of_key(key: str, typed: str, config_dir: Path | None) -> Iterator[str]:
-    from ndbench.matrix.keys import VALUES, type_of
+    from ndbench.matrix.keys import type_of
+    from ndbench.matrix.ranges import VALUES
     from ndbench.matrix.sources import GROUPS, find_sources
 
     if key in FOLDERS or (key == "model" and typed[:1] in (".", "/")):

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ndbench.compare.form import check_types
+
 VERDICTS = (
     "regressed",
     "invalid",
@@ -150,9 +152,15 @@ def from_json(value: Any) -> Comparison:
     if value.get("schema_version") != VERDICT_SCHEMA:
         raise ValueError(f"verdict has schema {value.get('schema_version')}, this ndbench reads {VERDICT_SCHEMA}")
     try:
-        return _from_json(value)
+        found = _from_json(value)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it is not a whole verdict: {type(error).__name__} {error}") from error
+    check_types(found, "")
+    for cell in found.cells:
+        for verdict in (cell.verdict, *(metric.verdict for metric in cell.metrics)):
+            if verdict not in VERDICTS:
+                raise ValueError(f"'{verdict}' of {cell.name} is not one of {', '.join(VERDICTS)}")
+    return found
 
 
 def _from_json(value: dict[str, Any]) -> Comparison:

@@ -131,6 +131,16 @@ def uncommitted(cwd: Path) -> bool:
     return bool(_git(cwd, "status", "--porcelain", "--untracked-files=no"))
 
 
+def refuse_base(ref: str, cwd: Path) -> None:
+    """Raises ``ValueError`` when ``gate.base`` names a revision or an interpreter that is not there; starts nothing."""
+    kind, _, value = ref.partition(":")
+    if kind == "git" and (value.startswith("-") or resolve_commit(value, cwd) is None):
+        raise ValueError(f"gate.base={ref}: git knows no commit '{value}' here")
+    path = Path(value).expanduser()
+    if kind == "python" and shutil.which(str(path / "bin" / "python" if path.is_dir() else path)) is None:
+        raise ValueError(f"gate.base={ref}: there is no interpreter at {path}")
+
+
 def merge_base(cwd: Path) -> tuple[str, str] | None:
     """(commit, what it was merged with): where this branch left the default branch; null when there is none."""
     for branch in ("origin/HEAD", "origin/main", "origin/master", "main", "master"):

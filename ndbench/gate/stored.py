@@ -16,6 +16,7 @@ from ndbench.compare.verdict import compare
 from ndbench.config import GateConfig
 from ndbench.config import cell_id as identity
 from ndbench.counted import counted
+from ndbench.matrix.keys import typed
 from ndbench.report.facts import standing_of
 from ndbench.results.baseline import Acceptance, Accepted, accept, target_folder
 from ndbench.results.sessions import Baseline, baseline_of_run, holds_sessions, read_baseline
@@ -34,12 +35,12 @@ def compare_run(
     Raises ``ValueError`` naming the file when the plan or a record is unreadable.
     """
     records = run.records()
-    plan = run.plan if run.plan_path.is_file() else _plan_of(records)
+    plan = run.plan if run.has_plan else _plan_of(records)
     return compare(
         records,
         baseline,
         [{"name": cell["name"], "cell_id": cell.get("cell_id") or identity(cell)} for cell in plan["cells"]],
-        gate or _gate(plan),
+        gate or _gate(plan, run),
         suite=plan.get("suite", ""),
         run=plan.get("run", run.path.name),
         unselected=plan.get("unselected", []),
@@ -56,7 +57,7 @@ def verdict_of(run: RunFolder) -> Comparison:
 
     Raises ``UnreadableFile`` naming a file that cannot be read.
     """
-    if run.verdict_path.is_file():
+    if run.has_verdict:
         try:
             return from_json(read_json(run.verdict_path))
         except UnreadableFile:
@@ -68,7 +69,7 @@ def verdict_of(run: RunFolder) -> Comparison:
         said = run.pairs.get("stopped") or ["no pair is kept"]
         text = "no verdict yet: stopped in the middle, or still measured"
         return dataclasses.replace(comparison, mode=UNFINISHED, exit_reason=text, notes=[*said, *comparison.notes])
-    planned = sum(run.plan.get("repeats", {}).values()) if run.plan_path.is_file() else 0
+    planned = sum(run.plan.get("repeats", {}).values()) if run.has_plan else 0
     measured = f"{len(run.records())} of {counted(planned, 'repeat')} measured" if planned else "it has no plan"
     return dataclasses.replace(comparison, mode=UNFINISHED, exit_reason=f"no verdict yet: {measured}")
 
@@ -124,9 +125,9 @@ def accept_run(
 
 def _lacks(run: RunFolder, records: list[Any]) -> str | None:
     """What a run that did not come to its end lacks of its plan."""
-    if run.verdict_path.is_file() or not run.plan_path.is_file():
+    if run.has_verdict or not run.has_plan:
         return None
-    planned = sum(read_json(run.plan_path).get("repeats", {}).values())
+    planned = sum(run.plan.get("repeats", {}).values())
     return f"only {len(records)} of its {counted(planned, 'repeat')}" if len(records) < planned else None
 
 
@@ -136,8 +137,11 @@ def _plan_of(records: list[Any]) -> dict[str, Any]:
     return {"cells": list(cells.values()), "suite": records[0]["suite"] if records else ""}
 
 
-def _gate(plan: dict[str, Any]) -> GateConfig:
+def _gate(plan: dict[str, Any], run: RunFolder) -> GateConfig:
     """The gate a run was made with, as its plan has it (or its first cell)."""
     first: dict[str, Any] = plan["cells"][0] if plan["cells"] else {}
     values = plan.get("gate") or first.get("gate") or {}
-    return GateConfig(**values)
+    try:
+        return GateConfig(**{key: typed(f"gate.{key}", value) for key, value in values.items()})
+    except (AttributeError, ValueError) as error:
+        raise UnreadableFile(f"cannot read {run.plan_path}: {error}") from error

@@ -14,15 +14,15 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ndbench.config import Config
 from ndbench.matrix.keys import typed
-from ndbench.matrix.overrides import read_yaml
+from ndbench.matrix.reading import read_yaml
 from ndbench.matrix.resolve import check_ranges
-from ndbench.matrix.sources import Sources, close_to
-from ndbench.matrix.suite import SuiteConfig, check_suite
+from ndbench.matrix.sources import Sources
+from ndbench.matrix.suite import SuiteConfig, check_content, check_suite
 
 
 @dataclass
@@ -35,20 +35,20 @@ class Composer:
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
-        self._known: dict[frozenset[tuple[str, str]], DictConfig] = {}
+        self._known: dict[frozenset[tuple[str, str]], _Root] = {}
         self._configs: dict[frozenset[tuple[str, str]], Config] = {}
         store = ConfigStore.instance()
         store.store(name="schema", node=_Root)
         store.repo.pop("suite", None)
         self._broken: dict[str, ValueError] = {}
         for name, path in sources.files["suite"].items():
-            if path.parent.name == "suite":
-                continue  # a group folder of the user's, which Hydra finds by itself
             try:
                 content = read_yaml(path)
+                check_content(content, str(path))
             except ValueError as error:  # another suite's broken file must not stop this one
                 self._broken[name] = error
-            else:
+                continue
+            if path.parent.name != "suite":  # a group folder of the user's, which Hydra finds by itself
                 store.store(group="suite", name=name, node=content)
 
     def config(self, groups: dict[str, str]) -> Config:
@@ -56,7 +56,7 @@ class Composer:
         key = frozenset(groups.items())
         if key not in self._configs:
             composed = self._compose(groups)
-            values = {name: value for name, value in OmegaConf.to_object(composed).__dict__.items() if name != "suite"}
+            values = {name: value for name, value in composed.__dict__.items() if name != "suite"}
             self._configs[key] = Config(**values)
             try:
                 check_ranges(self._configs[key])
@@ -74,8 +74,8 @@ class Composer:
         path = self._sources.require("suite", name)
         if name in self._broken:
             raise self._broken[name]
-        composed = OmegaConf.to_object(self._compose({**groups, "suite": name}).suite)
-        assert isinstance(composed, SuiteConfig), "the schema's type"
+        composed = self._compose({**groups, "suite": name}).suite
+        assert composed is not None, "it was chosen"
         composed.name = name
         try:
             check_suite(composed, self._sources)
@@ -83,38 +83,57 @@ class Composer:
             raise ValueError(f"{path}: {error}") from error
         return composed
 
-    def _compose(self, groups: dict[str, str]) -> DictConfig:
+    def _compose(self, groups: dict[str, str]) -> _Root:
         key = frozenset(groups.items())
         if key in self._known:
             return self._known[key]
+        for group, name in groups.items():
+            self._check_files(group, name)
         overrides = [f"{group}={_quoted(name)}" for group, name in sorted(groups.items())]
         if self._sources.config_dir is not None:
             overrides.append(f"hydra.searchpath=[{_quoted(f'file://{self._sources.config_dir}')}]")
         try:
             with initialize_config_dir(config_dir=str(self._sources.conf), version_base="1.3"):
-                composed = compose("config", overrides)
-            OmegaConf.resolve(composed)
+                values = compose("config", overrides)
+            OmegaConf.resolve(values)
+            composed = OmegaConf.to_object(values)
         except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
             raise ValueError(self._explain(error, groups)) from error
+        assert isinstance(composed, _Root), "the schema's type"
         self._known[key] = composed
         self._known[frozenset((group, name) for group, name in key if group != "suite")] = composed
         return composed
 
+    def _check_files(self, group: str, name: str, above: tuple[str, ...] = ()) -> None:
+        """A user's file, and those of its group that it starts from, before Hydra reads them."""
+        path, folder = self._sources.files[group][name], self._sources.config_dir
+        if group == "suite" or folder is None or not path.is_relative_to(folder):
+            return
+        parents = read_yaml(path).get("defaults")
+        for parent in parents if isinstance(parents, list) else []:
+            if isinstance(parent, str) and parent in self._sources.files[group] and parent not in (*above, name):
+                self._check_files(group, parent, (*above, name))
+
     def _explain(self, error: Exception, groups: dict[str, str]) -> str:
         """One line: the file, the key, and what is wrong with it; Hydra's words when it is not a key or a value."""
-        paths = [(group, self._sources.files[group][name]) for group, name in sorted(groups.items())]
-        for group, path in paths:
+        others = {group: name for group, name in groups.items() if group != "suite"}
+        for group, name in sorted(others.items()):
+            path = self._sources.files[group][name]
             for key, value in read_yaml(path).items():
-                if group == "suite":
-                    if key not in (known := [item.name for item in dataclasses.fields(SuiteConfig)]):
-                        return f"{path}: there is no '{key}' in a suite{close_to(str(key), known)}"
-                elif key != "defaults":
+                if key != "defaults":
                     try:
                         typed(f"{group}.{key}", value)
                     except ValueError as reason:
                         return f"{path}: {reason}"
+        blamed = others
+        if others != groups:
+            try:
+                self._compose(others)
+            except ValueError as reason:
+                return str(reason)
+            blamed = {"suite": groups["suite"]}  # without it there is nothing wrong
         said = " ".join(str(error).split("full_key:")[0].split())
-        return f"{', '.join(str(path) for _, path in paths)}: {said}"
+        return f"{', '.join(str(self._sources.files[group][name]) for group, name in sorted(blamed.items()))}: {said}"
 
 
 def _copied(value: Any) -> Any:

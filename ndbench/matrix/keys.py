@@ -14,93 +14,11 @@ from functools import cache
 from typing import Any, Union
 
 from ndbench.config import Config
-from ndbench.matrix.durations import seconds
+from ndbench.matrix.ranges import VALUES, check_range, shown_number
 from ndbench.matrix.sources import GROUPS, close_to
-
-VALUES: dict[str, tuple[str, ...]] = {
-    "training.precision": ("fp32", "bf16", "fp8"),
-    "training.optimizer": ("adamw", "sgd"),
-    "training.schedule": ("constant", "linear", "cosine", "wsd"),
-    "training.activation_checkpointing": ("none", "full", "selective", "attention"),
-    "data.name": ("markov", "source", "text", "dataset"),
-    "data.documents": ("stream", "packed", "padded"),
-    "checkpoint.mode": ("sharded", "async", "full", "hf"),
-    "gate.mode": ("auto", "require", "off"),
-    "gate.confirm": ("auto", "on", "off"),
-    "parallelism.cp_method": ("ring", "ulysses"),
-    "launcher.start_method": ("forkserver", "spawn"),
-}
-"""Keys with a fixed set of values."""
-
-LEAST: dict[str, float] = {
-    "world_size": 1,
-    "training.steps": 1,
-    "training.global_batch_size": 1,
-    "training.micro_batch_size": 1,
-    "training.sequence_length": 2,
-    "training.loss_chunk_size": 1,
-    "training.learning_rate": 0,
-    "training.warmup_steps": 0,
-    "training.decay_steps": 0,
-    "training.min_learning_rate_ratio": 0,
-    "measure.repeats": 1,
-    "measure.warmup": 0,
-    "measure.handicap": 0,
-    "measure.timeout": 1,
-    "hardware.device_count": 1,
-    "hardware.gpus_per_node": 1,
-    "model.vocab_size": 2,
-    "model.hidden_size": 1,
-    "model.num_hidden_layers": 1,
-    "model.num_attention_heads": 1,
-    "model.num_key_value_heads": 1,
-    "data.valid_fraction": 1e-6,
-    "data.max_bytes": 1,
-    "checkpoint.every": 1,
-    "checkpoint.keep": 1,
-    "evaluation.every": 1,
-    "evaluation.batches": 1,
-    "evaluation.fraction": 0,
-    "launcher.stall_timeout": 1,
-    "gate.alpha": 1e-6,
-    "gate.min_effect": 0,
-    "gate.resolve": 0,
-    "gate.residency": 1,
-}
-"""Keys whose numbers have a least value."""
-
-MOST: dict[str, float] = {
-    "data.valid_fraction": 1,
-    "training.min_learning_rate_ratio": 1,
-    "gate.alpha": 0.5,
-    "gate.min_effect": 10,
-    "gate.resolve": 10,
-    "evaluation.fraction": 0.5,
-    "world_size": 100_000,
-    "hardware.device_count": 100_000,
-    "hardware.gpus_per_node": 100_000,
-    "training.steps": 10_000_000,
-    "measure.repeats": 10_000,
-    "measure.timeout": 10_000_000,
-    "launcher.stall_timeout": 10_000_000,
-    "tracker.timeout": 10_000_000,
-    "gate.residency": 100_000,
-    "hardware.memory_bytes": 2**63 - 1,
-    "data.max_bytes": 2**63 - 1,
-    "training.seed": 2**63 - 1,
-    "data.seed": 2**63 - 1,
-    "measure.shuffle_seed": 2**63 - 1,
-}
-"""Keys whose numbers have a greatest value."""
-
-MOST_WHOLE = 2**31 - 1
-"""Of every other whole number: a size or a count beyond it is a slip, and would only fail later."""
 
 LISTS = ("data.files",)
 """Keys of a list that one text alone is a value of, too."""
-
-DURATIONS = ("measure.budget",)
-"""Keys whose text is a length of time."""
 
 
 @cache
@@ -166,12 +84,15 @@ def typed(key: str, value: Any) -> Any:
     for member in _members(kind):
         converted = _convert(member, value)
         if converted is not _NO:
-            return _in_range(key, converted)
+            check_range(key, converted)
+            return converted
     wanted = " or ".join(_said(member) for member in _members(kind))
     raise ValueError(f"{key}={_shown(value)} is not {wanted}")
 
 
 _NO = object()
+MOST_FLOAT = 10**308
+"""A whole number of YAML may be larger than any float."""
 
 
 def _convert(kind: Any, value: Any) -> Any:
@@ -185,7 +106,7 @@ def _convert(kind: Any, value: Any) -> Any:
         whole = isinstance(value, float) and value.is_integer()
         return int(value) if (isinstance(value, int) and not isinstance(value, bool)) or whole else _NO
     if kind is float:
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST_FLOAT
         return float(value) if number else _NO
     if kind is str:
         return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else _NO
@@ -222,28 +143,7 @@ def _said(kind: Any) -> str:
 def _shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
-
-
-def _in_range(key: str, value: Any) -> Any:
-    if value is None:
-        return value
-    if key in VALUES and value not in VALUES[key]:
-        near = close_to(str(value), VALUES[key])
-        raise ValueError(f"{key}={value} is not one of {', '.join(VALUES[key])}{near}")
-    if key in LEAST and value < LEAST[key]:
-        raise ValueError(f"{key}={value} must be at least {LEAST[key]}")
-    most = MOST.get(key, MOST_WHOLE if isinstance(value, int) and not isinstance(value, bool) else math.inf)
-    if isinstance(value, int | float) and value > most:
-        raise ValueError(f"{key}={_number(value)} must be at most {most}")
-    if key in DURATIONS:
-        seconds(key, value)
-    return value
-
-
-def _number(value: float) -> str:
-    """As it can be read: a number of a hundred digits by its size."""
-    return str(value) if abs(value) < 10**18 else f"{value:.3g}" if abs(value) < 10**300 else "a number beyond 1e300"
+    return shown_number(value) if isinstance(value, int | float) else str(value)
 
 
 def get_value(config: Config, key: str) -> Any:

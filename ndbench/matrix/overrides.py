@@ -12,12 +12,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from ndbench.matrix.keys import takes_list, type_of, typed
+from ndbench.matrix.reading import read_yaml
 from ndbench.matrix.sources import GROUPS, Sources
 
 FREE_TEXT = (
@@ -155,17 +155,6 @@ def _choose_hardware(name: str, sources: Sources) -> tuple[str, dict[str, Any]]:
     assert counted is not None, "require raises"
     option, values = choose("hardware", counted[1], sources)
     return option, values | {"hardware.device_count": int(counted[2])}
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """A mapping from a YAML file. Raises ``ValueError`` naming the file."""
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict | None):
-        raise ValueError(f"{path} is not a mapping of keys to values")
-    return content or {}
 
 
 def _choose(request: Request, key: str, value: Any, sources: Sources) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 from ndbench.config import Cell, Config, ModelConfig
 from ndbench.counted import counted
 from ndbench.engines.protocol import Engine, UnknownOptionError, asking, load_engine
-from ndbench.matrix.keys import DURATIONS, LEAST, MOST, VALUES, get_value, set_value, typed
+from ndbench.matrix.keys import all_keys, get_value, set_value, typed
+from ndbench.matrix.ranges import OWNED
 from ndbench.measure import fingerprint
 
 CPU_RANKS = 8
@@ -33,9 +34,9 @@ _NOT_SHAPE = re.compile(
 
 def check_ranges(config: Config) -> None:
     """Values that came from files have their types from Hydra; here their ranges. Raises ``ValueError``."""
-    for key in {*VALUES, *LEAST, *MOST, *DURATIONS}:
-        set_value(config, key, typed(key, get_value(config, key)))
     _check_finite(dataclasses.asdict(config), "")
+    for key in all_keys():
+        set_value(config, key, typed(key, get_value(config, key)))
 
 
 def _check_finite(value: Any, where: str) -> None:
@@ -82,9 +83,11 @@ def fill_model(model: ModelConfig, given: set[str]) -> None:
 @cache
 def _folder_config(path: str) -> dict[str, Any]:
     file = Path(path) / "config.json"
+    if file.exists() and not file.is_file():
+        raise ValueError(f"model.path: {file} is not a regular file")
     try:
         content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"model.path: {file} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"model.path: {file} is not a mapping")
@@ -99,15 +102,13 @@ def _read_folder(model: ModelConfig, given: set[str]) -> None:
     model.path = str(folder)
     if "name" not in given and model.name == "custom":
         model.name = folder.name
-    fields = {field.name for field in dataclasses.fields(ModelConfig)} - {"name", "hf", "path", "target", "kwargs"}
-    fields -= {"tp_plan", "blocks"}
-    for name in sorted(fields & set(content) - given):
+    for name in sorted(OWNED & set(content) - given):
         value = content[name]
         if name == "sliding_window" and content.get("use_sliding_window") is False:
             value = None
         if value is not None or getattr(model, name) is not None:
             setattr(model, name, typed(f"model.{name}", value))
-    rest = {name: value for name, value in content.items() if name not in fields and not _NOT_SHAPE.search(name)}
+    rest = {name: value for name, value in content.items() if name not in OWNED and not _NOT_SHAPE.search(name)}
     model.hf = {**rest, **model.hf}
 
 
@@ -177,6 +178,9 @@ def _engine(name: str, target: str | None, options: str) -> Engine:
 
 def refusals(cell: Cell) -> list[str]:
     """Why the cell's engine cannot run it, whatever the machine."""
+    training = cell.config.training
+    if training.momentum and training.optimizer != "sgd" and cell.config.engine.command is None:
+        return [f"training.momentum={training.momentum} is of no use to training.optimizer={training.optimizer}"]
     return _lines(cell, "refuse")
 
 

@@ -81,7 +81,11 @@ def find_sources(config_dir: str | Path | None = None) -> Sources:
 
 
 def _yaml_files(folder: Path) -> dict[str, Path]:
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))} if folder.is_dir() else {}
+    found = {path.stem: path for path in sorted(folder.glob("*.yaml"))} if folder.is_dir() else {}
+    for path in found.values():
+        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for without an end
+            raise ValueError(f"{path} is not a regular file")
+    return found
 
 
 def _refuse_same(user: Path, existing: Path) -> None:

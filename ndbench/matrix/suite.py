@@ -17,6 +17,21 @@ from ndbench.parallel.config import AXES
 
 DEVICES = ("all", "cpu", "cuda")
 _LISTED = 4
+_LONGEST = 60
+
+FORM: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "name": (str, "text"),
+    "description": ((str, int, float), "text"),
+    "settings": (dict, "a mapping of all, cpu and cuda to keys and values"),
+    "gate": (dict, "a mapping of keys of gate to values"),
+    "axes": (dict, "a mapping of keys to lists of values"),
+    "points": (dict, "a mapping of names to keys and values"),
+    "layouts": (dict, "a mapping of world sizes to lists of layouts, as {8: [fsdp8]}"),
+    "factorise": (list, "a list of axes, as [dp_shard, tp]"),
+    "exclude": (list, "a list of expressions, as ['tp == 1'], or of mappings"),
+    "include": (list, "a list of expressions, as ['tp == 1'], or of mappings"),
+}
+"""Key of a suite's file -> its type, and in words."""
 
 
 @dataclass
@@ -78,13 +93,18 @@ def is_computed(value: object) -> bool:
 
 
 def flatten(settings: dict[str, Any]) -> dict[str, Any]:
-    """``{"training": {"steps": 3}}`` and ``{"training.steps": 3}`` mean the same."""
+    """``{"training": {"steps": 3}}`` and ``{"training.steps": 3}`` mean the same; ``ValueError`` for both."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
-        if isinstance(value, dict) and "." not in key:
-            flat.update({f"{key}.{name}": item for name, item in value.items()})
-        else:
-            flat[key] = value
+        nested = isinstance(value, dict) and "." not in key
+        for name, item in {f"{key}.{name}": item for name, item in value.items()}.items() if nested else [(key, value)]:
+            if name in flat:
+                raise ValueError(f"{name} is given twice: once dotted, once nested")
+            flat[name] = item
+    for name in flat:
+        above = name.rpartition(".")[0]
+        if above in flat and above not in GROUPS:
+            raise ValueError(f"{name} is given twice: {above} is given, too")
     return flat
 
 
@@ -102,6 +122,52 @@ def factorisations(world_size: int, axes: list[str]) -> Iterator[dict[str, int]]
 
     for sizes in split(world_size, axes):
         yield {axis: sizes.get(axis, 1) for axis in AXES}
+
+
+def check_content(content: dict[str, Any], where: str) -> None:
+    """Check the form of a suite's file, before anything is made of it.
+
+    Raises ``ValueError`` naming the file (``where``), the key and what is expected there.
+    """
+    for key, value in content.items():
+        if key == "defaults":
+            continue
+        if key not in FORM:
+            raise ValueError(f"{where}: there is no '{key}' in a suite{close_to(str(key), FORM)}")
+        kind, wanted = FORM[key]
+        right = isinstance(value, kind) and not isinstance(value, bool)
+        if not right:
+            raise ValueError(f"{where}: {key} is {_shown(value)}, expected is {wanted}")
+        if key == "layouts":
+            for size in value:
+                if not isinstance(size, int) or isinstance(size, bool):
+                    raise ValueError(f"{where}: layouts.{size}: '{size}' is not a world size; expected is {wanted}")
+        elif (odd := _key_that_is_no_text(value)) is not None:
+            raise ValueError(f"{where}: {key} has the key {odd!r}, which is not text: quote it")
+        if key == "settings":
+            for section, settings in value.items():
+                if not isinstance(settings, dict | None):
+                    raise ValueError(f"{where}: settings.{section} is {_shown(settings)}, expected is a mapping")
+        if key == "factorise":
+            for axis in value:
+                if not isinstance(axis, str):
+                    raise ValueError(f"{where}: factorise holds {_shown(axis)}, expected is {wanted}")
+
+
+def _key_that_is_no_text(value: Any) -> Any | None:
+    items = list(value.items()) if isinstance(value, dict) else []
+    for key, _ in items:
+        if not isinstance(key, str):
+            return key
+    inside = [item for _, item in items] + (value if isinstance(value, list) else [])
+    return next((odd for item in inside if (odd := _key_that_is_no_text(item)) is not None), None)
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = str(value)
+    return f"'{text}'" if len(text) < _LONGEST else f"'{text[:_LONGEST]}…'"
 
 
 def check_suite(suite: SuiteConfig, sources: Sources) -> None:

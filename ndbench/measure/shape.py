@@ -108,7 +108,10 @@ def shape_of(model: ModelConfig) -> Shape | None:
     """
     if model.target is not None:
         return None
-    values = _from_folder(model.path) if model.path is not None else _from_fields(model)
+    values = _from_fields(model)
+    if model.path is not None:  # what config.json says, but for what the user has set
+        written = _from_folder(model.path)
+        values = {**written, **{name: value for name, value in values.items() if name in written}}
     family = FAMILIES.get(str(values.get("model_type")))
     sizes = [values.get(key) for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")]
     if family is None or any(size is None for size in [*sizes, values.get("intermediate_size")]):

@@ -12,18 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-STYLES = {
-    "colwise": "colwise",
-    "rowwise": "rowwise",
-    "colwise_gather_output": "colwise_gather_output",
-    "colwise_rep": "colwise_gather_output",
-    "rowwise_split_input": "rowwise_split_input",
-    "rowwise_rep": "rowwise_split_input",
-    "embedding_rowwise": "embedding_rowwise",
-    "replicated_with_grad_allreduce": "partial",
-    "replicated": "replicated",
-}
-"""Known plan styles and what they mean to ``tensor.py``; ``partial``: replicated weights on sharded activations."""
+from ndbench.parallel.styles import STYLES
 
 
 @dataclass

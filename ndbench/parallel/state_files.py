@@ -155,6 +155,7 @@ class FileSeries:
 
 def check_block(path: Path, record: dict[str, Any], block: int) -> None:
     """Raise :class:`CheckpointError` unless the bytes of that block are those that were written."""
+    refuse_irregular(path)
     start = block * BLOCK_BYTES
     stop = min(start + BLOCK_BYTES, record["bytes"])
     checksum = 0
@@ -223,6 +224,12 @@ def overlap(
         theirs.append(slice(start - b, stop - b))
         count *= stop - start
     return tuple(mine), tuple(theirs), count
+
+
+def refuse_irregular(path: Path) -> None:
+    """Raise :class:`CheckpointError` for a pipe or a device, of which reading has no end."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a regular file")
 
 
 @contextmanager

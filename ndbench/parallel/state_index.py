@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ndbench.parallel.state_files import DTYPES, CheckpointError, names_file, overlap, write_bytes
+from ndbench.parallel.state_files import DTYPES, CheckpointError, names_file, overlap, refuse_irregular, write_bytes
 
 FORMAT = 1
 INDEX, MARKER = "checkpoint.json", "complete.json"
@@ -87,6 +87,7 @@ def read_index(folder: Path) -> Index:
     marker = _read_marker(folder)
     if marker is None:
         raise CheckpointError(f"{folder} is no whole checkpoint: {MARKER} is missing")
+    refuse_irregular(path)
     with names_file(path):
         data = path.read_bytes()
     if (len(data), hashlib.sha256(data).hexdigest()) != (marker["index_bytes"], marker["index_sha256"]):
@@ -148,6 +149,7 @@ def _integers(values: list[Any]) -> tuple[int, ...]:
 
 def _read_marker(folder: Path) -> dict[str, Any] | None:
     path = folder / MARKER
+    refuse_irregular(path)
     try:
         data = path.read_bytes()
     except FileNotFoundError:

@@ -28,7 +28,7 @@ def write_files(
     Raises ``ValueError`` when a library is absent or a ``source`` that was named cannot be read.
     """
     records = run.records()
-    plan = run.plan if run.plan_path.is_file() else None
+    plan = run.plan if run.has_plan else None
     written: list[Path] = []
     text = None
     if html is not None:
@@ -60,7 +60,7 @@ def history_of(
     """
     if not records or (comparison.mode == "off" and source is None) or isinstance(run, PairsFolder):
         return None, []
-    planned = run.plan.get("baseline") if run.plan_path.is_file() else None
+    planned = run.plan.get("baseline") if run.has_plan else None
     if not fetch and source is None and str(planned).startswith("wandb:"):
         return None, [f"no history here: it is in {planned} (--baseline {planned} fetches it)"]
     folder = results_dir or (run.path.parent.parent if run.path.parent.name == "runs" else Path("results"))

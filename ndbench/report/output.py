@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from typing import NoReturn
 
@@ -15,7 +16,19 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def make_console(width: int) -> Console:
-    """Standard output; ``width`` columns where it is no terminal and ``COLUMNS`` does not say otherwise."""
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return _Console(width=None if known else width, highlight=False, soft_wrap=False)
+LEAST_WIDTH = 24
+"""Columns that are printed on at least; a narrower terminal breaks the lines itself."""
+
+
+def make_console(width: int = 80) -> Console:
+    """Standard output, as wide as ``COLUMNS`` says or the terminal is, else ``width`` columns."""
+    said = os.environ.get("COLUMNS", "")
+    asked = int(said) if said.isdecimal() and len(said) < 6 else 0  # 0 is how some say that they do not know
+    if not asked and not sys.stdout.isatty():
+        asked = width
+    console = _Console(width=max(asked, LEAST_WIDTH) if asked else None, highlight=False, soft_wrap=False)
+    if not asked and said:  # rich would take it
+        console.width = shutil.get_terminal_size((width, 24)).columns
+    if console.width < LEAST_WIDTH:
+        console.width = LEAST_WIDTH
+    return console

@@ -39,7 +39,7 @@ def send(
         except ValueError:
             raise no_run from None
         return push_baseline(folder, dataclasses.replace(TrackerConfig(), **given))
-    plan = run.plan if run.plan_path.is_file() else {"cells": []}
+    plan = run.plan if run.has_plan else {"cells": []}
     stored = plan["cells"][0].get("tracker") if plan["cells"] else None
     known = {field.name for field in dataclasses.fields(TrackerConfig)}
     kept = {key: value for key, value in (stored or {}).items() if key in known}

@@ -136,7 +136,7 @@ class TrainingView:
         if advice is not None:
             self._say(advice)
         elif self._cell.config.checkpoint.dir is not None:
-            self._say("once mended, resume=auto goes on from the newest whole checkpoint")
+            self._say("no checkpoint was written whole: once mended, begin anew")
 
     def ended(self, outcome: dict[str, Any]) -> None:
         if self._last is not None and self._last is not self._shown:

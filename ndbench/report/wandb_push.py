@@ -162,7 +162,7 @@ def _plots(comparison: Comparison, records: list[Any], folder: Path) -> dict[str
         return {}
     from ndbench.report.html import overview_figures
 
-    plan = RunFolder(folder).plan if RunFolder(folder).plan_path.is_file() else None
+    plan = RunFolder(folder).plan if RunFolder(folder).has_plan else None
     return {
         f"plots/{name}": wandb.Plotly(go.Figure(data=figure["data"], layout=figure["layout"]))
         for name, figure in overview_figures(comparison, records, plan).items()

@@ -30,7 +30,7 @@ from ndbench.results.sessions import (
     read_baseline,
     stored_suites,
 )
-from ndbench.results.store import RunFolder, check_name, find_run, read_json
+from ndbench.results.store import RunFolder, UnreadableFile, check_name, find_run, read_json
 from ndbench.results.writing import add_cells, locked
 
 
@@ -168,9 +168,12 @@ def _sessions_of(target: Path, cells: Sequence[str]) -> dict[str, int]:
 
 
 def _verdicts_of(run: RunFolder) -> dict[str, str]:
-    if not run.verdict_path.is_file():
+    if not run.has_verdict:
         return {}
-    return {cell["name"]: cell["verdict"] for cell in read_json(run.verdict_path)["cells"]}
+    try:
+        return {cell["name"]: cell["verdict"] for cell in read_json(run.verdict_path)["cells"]}
+    except (KeyError, TypeError) as error:
+        raise UnreadableFile(f"cannot read {run.verdict_path}: it is not a whole verdict") from error
 
 
 def _names(cells: str | None) -> list[str]:

@@ -117,3 +117,19 @@ def mapping_of(inner: Check) -> Check:
             inner(item, f"{where}.{key}")
 
     return check
+
+
+GROUPS = ("model", "hardware", "parallelism", "training", "data", "measure", "gate", "tracker", "engine_config")
+
+
+def CELL(value: Any, where: str) -> None:
+    """A cell in its JSON form, as far as whoever compares and reports goes into it: its name and groups of settings."""
+    OPEN(value, where)
+    if "name" not in value:
+        raise RecordError(f"{where} lacks name")
+    TEXT(value["name"], f"{where}.name")
+    for key in GROUPS:
+        OPEN(value.get(key, {}), f"{where}.{key}")
+    hardware = value.get("hardware", {})
+    TEXT(hardware.get("name", ""), f"{where}.hardware.name")
+    nullable(INTEGER)(hardware.get("device_count"), f"{where}.hardware.device_count")

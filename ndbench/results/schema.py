@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from ndbench.results.checks import (
+    CELL,
     FLAG,
     INTEGER,
     NUMBER,
@@ -45,12 +46,18 @@ _SECONDS = holding({})
 _BYTES = nullable(NUMBERS)
 _COLLECTIVE = holding({"op": TEXT, "axis": TEXT, "count": INTEGER, "bytes": NUMBER, "where": list_of(TEXT)})
 
+
+def _cell(value: Any, where: str) -> None:
+    CELL(value, where)
+    holding({"suite": TEXT, "engine": TEXT})(value, where)
+
+
 FIELDS: dict[str, Check] = {
     "schema_version": INTEGER,
     "run": TEXT,
     "session": TEXT,
     "suite": TEXT,
-    "cell": holding({"name": TEXT, "suite": TEXT, "engine": TEXT}),
+    "cell": _cell,
     "cell_id": TEXT,
     "cell_version": TEXT,
     "repeat": INTEGER,

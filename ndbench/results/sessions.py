@@ -19,7 +19,7 @@ from typing import Any
 
 from ndbench.results.checks import RecordError
 from ndbench.results.schema import SCHEMA_VERSION, Record, check_version, migrate
-from ndbench.results.store import RunFolder, UnreadableFile, parse_json
+from ndbench.results.store import RunFolder, UnreadableFile, parse_json, read_text
 
 MAX_SESSIONS = 8
 """Sessions of a cell that a comparison uses: the latest ones since its level was last accepted as changed."""
@@ -128,11 +128,11 @@ def read_baseline(
         raise ValueError(
             f"baseline {source} is not a folder (a folder, git:REF or wandb:ENTITY/PROJECT/NAME:ALIAS is expected)"
         )
-    if (folder / "plan.json").is_file():
+    if (folder / "plan.json").exists():
         return baseline_of_run(RunFolder(folder))
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.json"))}
     # names with a leading dot are sessions in the middle of being written or removed
-    texts = {name: _read_text(path) for name, path in files.items() if not name.startswith(".") and "/." not in name}
+    texts = {name: read_text(path) for name, path in files.items() if not name.startswith(".") and "/." not in name}
     return _baseline(texts, str(folder), hardware, suite, required=source is not None)
 
 
@@ -152,13 +152,6 @@ def stored_suites(root: Path) -> list[Path]:
 def baseline_folder(results_dir: str | Path, hardware: str, suite: str) -> Path:
     """``<results.dir>/baselines/<hardware>/<suite>``."""
     return Path(results_dir) / "baselines" / hardware / suite
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UnreadableFile(f"cannot read {path}: {error}") from error
 
 
 def _from_git(source: str, default: Path, hardware: str | None, suite: str | None, cwd: Path) -> Baseline:

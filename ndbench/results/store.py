@@ -19,7 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from ndbench.counted import counted
+from ndbench.results.plan_form import check_plan
 from ndbench.results.schema import Record, migrate
+
+MOST_DIGITS = 300
+"""Of a whole number: a larger one is no float, and beyond some thousands Python reads none."""
 
 
 class UnreadableFile(ValueError):
@@ -115,13 +119,20 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def read_json(path: str | Path) -> Any:
-    """The JSON value in ``path``; raises :class:`UnreadableFile` naming the file and what is wrong with it."""
+def read_text(path: str | Path) -> str:
+    """The text in ``path``; raises :class:`UnreadableFile` naming the file. A pipe or a device would be waited for."""
+    path = Path(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        if path.exists() and not path.is_file():
+            raise UnreadableFile(f"cannot read {path}: it is not a regular file")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UnreadableFile(f"cannot read {path}: {error}") from error
-    return parse_json(text, str(path))
+
+
+def read_json(path: str | Path) -> Any:
+    """The JSON value in ``path``; raises :class:`UnreadableFile` naming the file and what is wrong with it."""
+    return parse_json(read_text(path), str(path))
 
 
 def parse_json(text: str, where: str) -> Any:
@@ -129,14 +140,26 @@ def parse_json(text: str, where: str) -> Any:
     if not text.strip():
         raise UnreadableFile(f"cannot read {where}: the file is empty")
     try:
-        return json.loads(text, parse_constant=lambda name: _refuse_constant(name, where))
+        return json.loads(
+            text,
+            parse_constant=lambda name: _refuse(f"{name}, which is not JSON", where),
+            parse_int=lambda digits: _whole(digits, where),
+        )
+    except RecursionError as error:
+        raise UnreadableFile(f"cannot read {where}: it is nested too deeply") from error
     except json.JSONDecodeError as error:
         cut = " (it looks cut off)" if error.pos >= len(text.rstrip()) - 1 else ""
         raise UnreadableFile(f"cannot read {where}: not JSON at line {error.lineno}, {error.msg}{cut}") from error
 
 
-def _refuse_constant(name: str, where: str) -> Any:
-    raise UnreadableFile(f"cannot read {where}: it holds {name}, which is not JSON")
+def _refuse(what: str, where: str) -> Any:
+    raise UnreadableFile(f"cannot read {where}: it holds {what}")
+
+
+def _whole(digits: str, where: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        _refuse(f"a whole number of {len(digits)} digits", where)
+    return int(digits)
 
 
 def read_record(path: str | Path) -> Record:
@@ -186,6 +209,11 @@ class RunFolder:
         return self.path / "verdict.json"
 
     @property
+    def has_verdict(self) -> bool:
+        """Whether there is one, readable or not."""
+        return self.verdict_path.exists()
+
+    @property
     def summary_path(self) -> Path:
         return self.path / "summary.md"
 
@@ -195,10 +223,13 @@ class RunFolder:
 
     @property
     def plan(self) -> dict[str, Any]:
-        plan = read_json(self.plan_path)
-        if not isinstance(plan, dict) or "cells" not in plan:
-            raise UnreadableFile(f"cannot read {self.plan_path}: it is not a plan (no cells)")
-        return plan
+        """The plan as plain data; raises ``ValueError`` naming the file, and what in it is not as it must be."""
+        return check_plan(read_json(self.plan_path), str(self.plan_path))
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether there is one, readable or not."""
+        return self.plan_path.exists()
 
     def record_path(self, cell: str, repeat: int) -> Path:
         return self.records_dir / f"{check_name(cell)}.r{repeat}.json"
@@ -292,7 +323,7 @@ def _run_at(path: Path) -> RunFolder:
 def _checked_run(path: Path, pairs: bool) -> RunFolder:
     if pairs and (path / "head" / "plan.json").is_file():
         return PairsFolder(path)
-    if (path / "plan.json").is_file() or (path / "records").is_dir():
+    if (path / "plan.json").exists() or (path / "records").is_dir():
         return RunFolder(path)
     inside = [plan.parent for plan in sorted(path.glob("*/plan.json"))]  # an artifact often has one folder around it
     if len(inside) == 1:

@@ -1,4 +1,4 @@
-"""The end of a run: compare what was measured, show it, write it, and last of all the verdict that CI looks for."""
+"""The end of a run: compare what was measured, write it, last of all the verdict that CI looks for, and show it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _show(plan: Plan, folder: RunFolder, comparison: Comparison, baseline: Basel
 
 
 def _write(plan: Plan, folder: RunFolder, comparison: Comparison, baseline: Baseline | None) -> str:
-    """The summary, and after it the verdict. Done before a tracker is asked, so that a hanging one loses neither."""
+    """The summary, and after it the verdict. Done before anything is printed or sent: neither then loses it."""
     summary = render(
         comparison, plan=plan.to_dict(), run_folder=folder.path, records=folder.records(), baseline=baseline
     )

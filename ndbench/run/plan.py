@@ -100,5 +100,5 @@ class Plan:
                 unselected=[(item["name"], item["cell_id"]) for item in values["unselected"]],
                 warnings=values["warnings"],
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UnreadableFile(f"cannot resume from {path}: {error}") from error

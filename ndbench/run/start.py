@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ndbench.config import Cell
 from ndbench.counted import counted
+from ndbench.gate.refs import refuse_base
 from ndbench.matrix.durations import seconds
 from ndbench.matrix.expand import Matrix
 from ndbench.matrix.resolve import plan_refusals
@@ -25,6 +26,8 @@ def run_matrix(matrix: Matrix, *, max_failures: int | None, console: Console) ->
     """
     budget = matrix.config.measure.budget
     check_tracker(matrix.config.tracker)
+    if matrix.config.gate.base is not None:
+        refuse_base(matrix.config.gate.base, Path.cwd())
     runnable, refused = ask_engines(matrix.cells)
     if not runnable and len(refused) == 1 and not matrix.skipped:
         raise ValueError(f"{refused[0][0].name}: {refused[0][1]}")

@@ -162,7 +162,10 @@ def _launch(cell: Cell, folder: Path, scratch: Path, view: TrainingView, stack: 
         except BaseException:  # nobody would be there to end them
             launching.kill_ranks(spared)
             raise
-    keep_logs(task, cell.world_size, folder / "logs")
+    try:
+        keep_logs(task, cell.world_size, folder / "logs")
+    except OSError as error:  # a full disk, which may be why the ranks ended: that is what must be told
+        view.note(f"the ranks' logs are not kept in {folder / 'logs'}: {error.strerror or error}")
     view.update()
     (result,) = ended
     if len(signals) > 1:
@@ -179,11 +182,13 @@ def _launch(cell: Cell, folder: Path, scratch: Path, view: TrainingView, stack: 
 
 
 def _instead_of(start: Path | None, folder: Path, reason: str) -> str | None:
-    """What to say of other checkpoints where ``start`` could not be read."""
+    """What to say of other checkpoints where ``start`` could not be read, and else of those there are."""
+    from ndbench.parallel.state_index import whole_checkpoints
     from ndbench.run.train_resume import instead, newest_whole
 
     if start is None or "CheckpointError" not in reason or start.name not in reason:
-        return None
+        found = whole_checkpoints(folder, damaged=lambda _: None)
+        return f"the newest whole one is {found[-1][1]}: once mended, resume=auto goes on from it" if found else None
     whole = newest_whole(folder, start)
     return "no other checkpoint there is whole" if whole is None else instead(whole)
 

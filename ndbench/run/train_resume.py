@@ -47,7 +47,10 @@ def start_of(config: Config, folder: Path, prepared: Path) -> tuple[Path, int] |
     if config.resume is None:
         return None
     if config.resume == "auto":
-        found = whole_checkpoints(folder)
+        try:
+            found = whole_checkpoints(folder)
+        except CheckpointError as error:  # which one is the newest is not known
+            raise _with_another(error, newest_whole(folder)) from error
         if not found:
             return None
         path = found[-1][1]
@@ -56,13 +59,16 @@ def start_of(config: Config, folder: Path, prepared: Path) -> tuple[Path, int] |
     try:
         progress = read_index(path).rest["progress"]
     except CheckpointError as error:
-        if (other := newest_whole(folder, path)) is None:
-            raise
-        raise CheckpointError(f"{error}; {instead(other)}") from error
+        raise _with_another(error, newest_whole(folder, path)) from error
     model, mine = progress["config"]["model"], dataclasses.asdict(config.model)
     differing = [f"{key} {model[key]} there, {mine[key]} here" for key in SHAPE if model[key] != mine[key]]
     if differing:
         raise ValueError(f"{path} is a checkpoint of another model: {', '.join(differing)}")
+    if (trained := progress["config"]["training"]["optimizer"]) != config.training.optimizer:
+        raise ValueError(
+            f"{path} has the state of training.optimizer={trained}, this run's is {config.training.optimizer}; "
+            f"{_weights_alone(path)}"
+        )
     train, _ = build_split(config, prepared if prepared.is_dir() else None)
     if progress["data"] != train.identity:
         raise ValueError(
@@ -93,16 +99,20 @@ def _said(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)[:60]
 
 
-def newest_whole(folder: Path, damaged: Path) -> Path | None:
+def newest_whole(folder: Path, damaged: Path | None = None) -> Path | None:
     """The newest checkpoint in ``folder`` but ``damaged`` whose every byte is as it was written; None without one.
 
     Gives up on reading after ``VERIFY_SECONDS``: one that is right so far is taken then.
     """
     until = time.monotonic() + VERIFY_SECONDS
     for _, path in reversed(whole_checkpoints(folder, damaged=lambda _: None)):
-        if path.resolve() != damaged.resolve() and _is_whole(path, until):
+        if (damaged is None or path.resolve() != damaged.resolve()) and _is_whole(path, until):
             return path
     return None
+
+
+def _with_another(error: CheckpointError, other: Path | None) -> CheckpointError:
+    return error if other is None else CheckpointError(f"{error}; {instead(other)}")
 
 
 def instead(whole: Path) -> str:

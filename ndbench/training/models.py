@@ -6,6 +6,7 @@ weights are read and no network is used. It knows nothing of how a model is shar
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def transformers_config(config: ModelConfig) -> Any:
     if config.path is not None:
         if not (Path(config.path) / "config.json").is_file():
             raise ValueError(f"model.path {config.path} has no config.json")
-        return AutoConfig.from_pretrained(config.path, local_files_only=True, **config.hf)
+        return AutoConfig.from_pretrained(config.path, local_files_only=True, **{**config.hf, **_changed(config)})
     if config.model_type is None or config.model_type not in CONFIG_MAPPING:
         raise ValueError(f"model.model_type '{config.model_type}' is not known to transformers")
     fields = {name: getattr(config, name) for name in FIELDS if getattr(config, name) is not None}
@@ -76,10 +77,36 @@ def transformers_config(config: ModelConfig) -> Any:
         made = CONFIG_MAPPING[config.model_type](**{**SPECIAL_TOKENS, **fields, **config.hf})
     except StrictDataclassError as error:
         raise ValueError(f"model type '{config.model_type}': {error.__cause__ or error}") from error
+    for name, alias in made.attribute_map.items():
+        if name in FIELDS and alias in config.hf:
+            raise ValueError(f"model.hf.{alias}: use model.{name}")
+    if config.sliding_window is not None and getattr(type(made), "sliding_window", made) is made:
+        raise ValueError(f"model.sliding_window={config.sliding_window}: '{config.model_type}' has no sliding window")
+    if config.sliding_window is not None and made.sliding_window is None:
+        raise ValueError(
+            f"model.sliding_window={config.sliding_window}: '{config.model_type}' has a window with "
+            "+model.hf.use_sliding_window=true only"
+        )
     one_window = getattr(made, "sliding_window", None) is not None and not getattr(made, "layer_types", None)
     if config.sliding_window is None and one_window and "sliding_window" not in config.hf:
         made.sliding_window = None  # no window asked for, where the class would have one by default
     return made
+
+
+def _changed(config: ModelConfig) -> dict[str, Any]:
+    """Fields of a model in a folder that the user has set to something else than its config.json says."""
+    assert config.path is not None, "asked for"
+    written = json.loads((Path(config.path) / "config.json").read_text())
+    fields = {name: getattr(config, name) for name in FIELDS if name in written or name == "sliding_window"}
+    changed = {name: value for name, value in fields.items() if value is not None and value != written.get(name)}
+    kinds, layers = config.hf.get("layer_types"), config.num_hidden_layers
+    if "num_hidden_layers" in changed and kinds is not None and layers is not None:
+        if layers > len(kinds):
+            raise ValueError(
+                f"model.num_hidden_layers {layers}, but layer_types names {len(kinds)}: give model.hf.layer_types too"
+            )
+        changed["layer_types"] = kinds[:layers]
+    return changed
 
 
 def _causal_lm(config: ModelConfig) -> nn.Module:

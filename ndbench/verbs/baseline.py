@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _hardware_here() -> str | None:
     """The hardware file of this machine; null where it has none of one kind."""
-    from ndbench.matrix.overrides import read_yaml
+    from ndbench.matrix.reading import read_yaml
     from ndbench.matrix.sources import find_sources
     from ndbench.measure.devices import detect, visible_devices
 

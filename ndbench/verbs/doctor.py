@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def main(args: argparse.Namespace) -> int:
-    from ndbench.matrix.overrides import read_yaml
+    from ndbench.matrix.reading import read_yaml
     from ndbench.matrix.sources import find_sources
     from ndbench.report.doctor import main as examine
 

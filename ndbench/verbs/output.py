@@ -40,7 +40,7 @@ def print_comparison(
 
     print_comparison(
         comparison,
-        plan=run.plan if run.plan_path.is_file() else None,
+        plan=run.plan if run.has_plan else None,
         run_folder=run.path,
         records=run.records(),
         baseline=baseline,

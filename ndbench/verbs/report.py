@@ -15,7 +15,7 @@ def main(args: argparse.Namespace) -> int:
     from ndbench.results.store import PairsFolder, find_run, write_text
 
     run = find_run(args.words[0], args.results_dir or Path("results"), pairs=True)
-    plan = run.plan if run.plan_path.is_file() else None
+    plan = run.plan if run.has_plan else None
     comparison = as_it_stands(run, verdict_of(run))
     again = run.pairs.get("command") if isinstance(run, PairsFolder) else None
     if comparison.mode == UNFINISHED and plan is not None and not isinstance(run, PairsFolder):

@@ -11,7 +11,7 @@ import pytest
 
 from ndbench.cli import main
 from ndbench.matrix.expand import expand
-from ndbench.matrix.overrides import read_yaml
+from ndbench.matrix.reading import read_yaml
 from ndbench.matrix.sources import find_sources
 from ndbench.matrix.suite import SuiteConfig
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -126,9 +127,72 @@ def test_a_hugging_face_folder_gives_the_shape(tmp_path: Path, key: str) -> None
     assert model.hf == {"rope_theta": 12345.0}
 
 
+def test_a_folders_model_is_built_as_the_record_tells_it(tmp_path: Path) -> None:
+    from ndbench.measure.shape import shape_of
+    from ndbench.training.models import transformers_config
+
+    folder = hugging_face_folder(tmp_path, layer_types=["full_attention"] * 3)
+    for layers in (1, 3):
+        model = expand([f"model.path={folder}", "hardware=cpu", f"model.num_hidden_layers={layers}"]).config.model
+        built, shape = transformers_config(model), shape_of(model)
+        assert shape is not None
+        assert (model.num_hidden_layers, built.num_hidden_layers, shape.layers) == (layers, layers, layers)
+        assert len(built.layer_types) == layers
+    model.num_hidden_layers = 4
+    with pytest.raises(ValueError, match=r"num_hidden_layers 4, but layer_types names 3"):
+        transformers_config(model)
+
+
+def test_another_name_of_a_schema_key_in_hf_is_refused() -> None:
+    from ndbench.config import ModelConfig
+    from ndbench.training.models import transformers_config
+
+    with pytest.raises(ValueError, match=r"^model\.hf\.n_layer: use model\.num_hidden_layers$"):
+        transformers_config(ModelConfig(model_type="gpt2", num_hidden_layers=2, hf={"n_layer": 1}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("llama", r"model\.sliding_window=8: 'llama' has no sliding window"),
+        ("qwen3", r"model\.sliding_window=8: 'qwen3' has a window with \+model\.hf\.use_sliding_window=true only"),
+    ],
+)
+def test_a_window_that_the_model_would_not_have_is_refused(kind: str, said: str) -> None:
+    from ndbench.config import ModelConfig
+    from ndbench.training.models import transformers_config
+
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}
+    with pytest.raises(ValueError, match=said):
+        transformers_config(ModelConfig(model_type=kind, **sizes, **heads))
+    made = transformers_config(ModelConfig(model_type="mistral", **sizes, **heads))
+    assert made.sliding_window == 8
+
+
 def test_a_folder_and_a_shape_by_name_are_refused_together(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="both give the shape"):
         expand(["model=llama_tiny", f"model.path={hugging_face_folder(tmp_path)}", "hardware=cpu"])
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "is not a regular file"),
+        ("[" * 100_000, r"config\.json cannot be read"),
+        (f'{{"vocab_size": {"9" * 6000}}}', r"config\.json cannot be read"),
+        ("5", "is not a mapping"),
+    ],
+    ids=["pipe", "nested", "digits", "number"],
+)
+def test_a_config_that_is_none_is_one_line(tmp_path: Path, text: str | None, said: str) -> None:
+    if text is None:
+        os.mkfifo(tmp_path / "config.json")
+    else:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        expand([f"model.path={tmp_path}", "hardware=cpu"])
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:

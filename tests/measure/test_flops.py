@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +170,11 @@ def test_an_unknown_model_has_no_closed_form() -> None:
         assert step_flops(model, TrainingConfig()) is None
 
 
-def test_a_local_folder_gives_its_own_shape(tmp_path: Path) -> None:
+def test_a_local_folder_gives_its_own_shape_but_for_what_is_set(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
-    assert parameter_count(ModelConfig(path=str(tmp_path), hidden_size=7)) == parameter_count(small("llama"))
+    assert parameter_count(ModelConfig(path=str(tmp_path))) == parameter_count(small("llama"))
+    narrow = replace(small("llama"), hidden_size=24)
+    assert parameter_count(ModelConfig(path=str(tmp_path), hidden_size=24)) == parameter_count(narrow)
     with pytest.raises(ValueError, match=r"no readable config.json"):
         parameter_count(ModelConfig(path=str(tmp_path / "none")))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import pytest
 
 from ndbench.cli import main
 from ndbench.run import launch as launching
+from ndbench.run.task import Task
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -181,3 +184,47 @@ def test_what_cannot_be_trained_is_refused_before_any_process(
     err = capsys.readouterr().err
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_log_that_cannot_be_kept_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    reason = "rank 0: CheckpointError: .step-00000020.tmp/rank00000.safetensors: No space left on device"
+
+    def launch(task: Task, *_: object, **__: object) -> launching.LaunchResult:
+        (folder / "step-00000010").mkdir()
+        marker = {"format": 1, "serial": 1, "step": 10, "index_bytes": 2, "index_sha256": "x"}
+        (folder / "step-00000010" / "complete.json").write_text(json.dumps(marker))
+        task.log_path(0).parent.mkdir(parents=True, exist_ok=True)
+        task.log_path(0).write_text("what the rank said last")
+        return launching.LaunchResult("failed", reason, log_tail="what the rank said last")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(launching, "start_fork_server", lambda *_: None)
+    monkeypatch.setattr(launching, "launch", launch)
+    monkeypatch.setattr(shutil, "move", full)
+    assert main(words(folder)) == 3
+    said, err = capsys.readouterr()
+    assert err == ""
+    assert f"the ranks' logs are not kept in {folder / 'logs'}: No space left on device" in said
+    assert "| what the rank said last" in said
+    assert f"failed: {reason}" in said
+    assert f"the newest whole one is {folder / 'step-00000010'}" in said
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_before_any_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert main(["train", *TINY, "training.steps=6", f"checkpoint.dir={folder}"]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(launching, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    again = ["train", *TINY, "training.steps=8", f"checkpoint.dir={folder}", "resume=auto", "training.optimizer=sgd"]
+    assert main(again) == 2
+    err = capsys.readouterr().err
+    there = f"{folder / 'step-00000006'} has the state of training.optimizer=adamw, this run's is sgd; "
+    assert err.startswith(f"ndbench: {there}checkpoint.weights=")
+    assert err.count("\n") == 1

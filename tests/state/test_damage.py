@@ -213,7 +213,8 @@ def test_where_the_newest_is_damaged_the_newest_whole_one_is_named(original: Pat
     said = _instead_of(new, tmp_path, reason)
     assert said is not None
     assert said.endswith(f"resume={middle}")
-    assert _instead_of(new, tmp_path, "rank 0: RuntimeError: another") is None
+    said = _instead_of(new, tmp_path, "rank 0: RuntimeError: another")
+    assert said == f"the newest whole one is {new}: once mended, resume=auto goes on from it"
     spoil(middle / FILES[1])
     assert newest_whole(tmp_path, new) == old
     spoil(new / INDEX)
@@ -223,3 +224,26 @@ def test_where_the_newest_is_damaged_the_newest_whole_one_is_named(original: Pat
     spoil(old / INDEX)
     assert newest_whole(tmp_path, new) is None
     assert _instead_of(new, tmp_path, reason) == "no other checkpoint there is whole"
+
+
+def test_where_a_marker_is_damaged_the_newest_whole_one_is_named(original: Path, tmp_path: Path) -> None:
+    old, new = (Path(shutil.copytree(original, tmp_path / f"step-0000001{n}")) for n in range(2))
+    (new / MARKER).write_text("{")
+    for resume in ("auto", str(new)):
+        with pytest.raises(CheckpointError, match=rf"{new.name}/{MARKER} is damaged.*resume={old}$"):
+            start_of(Config(resume=resume), tmp_path, tmp_path / "none")
+    (old / MARKER).write_text("{")
+    with pytest.raises(CheckpointError, match=rf"{MARKER} is damaged: it is not the marker of a checkpoint$"):
+        start_of(Config(resume="auto"), tmp_path, tmp_path / "none")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", FILES)
+def test_a_pipe_in_a_checkpoint_is_not_waited_for(name: str, original: Path, tmp_path: Path) -> None:
+    old, new = (Path(shutil.copytree(original, tmp_path / f"step-0000001{n}")) for n in range(2))
+    (new / name).unlink()
+    os.mkfifo(new / name)
+    assert newest_whole(tmp_path) == old
+    if name in (INDEX, MARKER):
+        with pytest.raises(CheckpointError, match=rf"{name} is not a regular file; the newest whole one is {old}"):
+            start_of(Config(resume="auto"), tmp_path, tmp_path / "none")
