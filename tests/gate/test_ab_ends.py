@@ -18,6 +18,7 @@ from ndbench.config import Cell
 from ndbench.failures import Terminated
 from ndbench.gate import ab, loop
 from ndbench.gate.pairs import CPU, WALL, Bench, Pair
+from ndbench.measure.code import package_folder
 from ndbench.results.store import PairsFolder, RunFolder, find_run
 from tests.records import a_cell, a_record
 
@@ -28,7 +29,8 @@ class NoProcess:
     """A side that starts nothing."""
 
     def __init__(self, side: Any, run: str, folder: RunFolder) -> None:
-        self.folder = folder
+        self.folder, self.side = folder, side
+        self.facts = {"package": str(package_folder())}
 
     def __enter__(self) -> NoProcess:
         return self
