@@ -31,6 +31,7 @@ NOT_DEFINING = {
     "measure/devices.py": "which devices there are: stands in the fingerprint",
     "measure/doctor.py": "judges a machine, stores nothing",
     "measure/fingerprint.py": "compared by its own values",
+    "measure/code.py": "names the code, changes no figure",
     "measure/pace.py": "judges a machine, stores nothing",
     "measure/profile.py": "explains where a step's time went, decides nothing",
     "measure/validity.py": "says which repeats count, not what they measured",
