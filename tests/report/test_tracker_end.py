@@ -64,7 +64,7 @@ def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def nothing_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The repeats are made up: they are from no machine, and none is missing."""
-    monkeypatch.setattr(runner, "refuse_other_environment", lambda *_: None)
+    monkeypatch.setattr(runner, "refuse_other_environment", lambda *_, **__: None)
     monkeypatch.setattr(launch, "start_fork_server", lambda *_: None)
 
 

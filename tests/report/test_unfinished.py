@@ -21,7 +21,7 @@ RUN = "20261130-061500-ab12cd"
 def nothing_to_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every repeat is stored, and may be of another machine: only the end of the run is gone through."""
     monkeypatch.setattr(launch, "start_fork_server", lambda *_: None)
-    monkeypatch.setattr(runner, "refuse_other_environment", lambda *_: None)
+    monkeypatch.setattr(runner, "refuse_other_environment", lambda *_, **__: None)
 
 
 def a_run(results: Path, measured: int) -> RunFolder:
