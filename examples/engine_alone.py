@@ -4,7 +4,6 @@ torchrun --nproc-per-node 4 examples/engine_alone.py
 """
 
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,7 @@ from ndbench.parallel.parallelize import Technique, parallelize
 from ndbench.parallel.plan import tensor_plan
 from ndbench.training.models import build_model
 
-LLAMA = ModelConfig(
-    vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=8
-)  # fmt: skip
+LLAMA = ModelConfig(vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=8)
 
 
 def main(steps: int = 30, device: str = "cpu") -> list[float]:
@@ -54,7 +51,7 @@ def main(steps: int = 30, device: str = "cpu") -> list[float]:
 
 if __name__ == "__main__":
     if "RANK" not in os.environ:
-        raise SystemExit(f"start it by torchrun: torchrun --nproc-per-node 8 {sys.argv[0]}")
+        raise SystemExit("start it by torchrun: torchrun --nproc-per-node 4 examples/engine_alone.py")
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     found = main(device=f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
