@@ -51,7 +51,7 @@ def main(steps: int = 30, device: str = "cpu") -> list[float]:
 
 if __name__ == "__main__":
     if "RANK" not in os.environ:
-        raise SystemExit("start it by torchrun: torchrun --nproc-per-node 4 examples/engine_alone.py")
+        raise SystemExit(f"start it by torchrun: torchrun --nproc-per-node 8 {__file__}")
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     found = main(device=f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
