@@ -37,6 +37,9 @@ VALUES: dict[str, tuple[str, ...]] = {
 }
 """Keys with a fixed set of values."""
 
+OR_DOTTED = ("training.optimizer",)
+"""Of these, keys that may also be the dotted path of a class."""
+
 MOST_WHOLE = 2**31 - 1
 """Of most whole numbers: a size or a count beyond it is a slip, and would only fail later."""
 
@@ -134,7 +137,7 @@ def check_range(key: str, value: Any) -> None:
     """Raises ``ValueError`` naming key, value and what is expected where a typed ``value`` means nothing."""
     if value is None:
         return
-    if key in VALUES and value not in VALUES[key]:
+    if key in VALUES and value not in VALUES[key] and not (key in OR_DOTTED and "." in str(value)):
         near = close_to(str(value), VALUES[key])
         raise ValueError(f"{key}={value} is not one of {', '.join(VALUES[key])}{near}")
     if key in RANGES:

@@ -13,7 +13,7 @@ import pytest
 from ndbench.config import ModelConfig
 from ndbench.matrix.expand import expand
 from ndbench.matrix.keys import all_keys, type_of, typed
-from ndbench.matrix.ranges import OWNED, RANGES, VALUES
+from ndbench.matrix.ranges import OWNED, RANGES, VALUES, check_range
 from tests.cli.conftest import Command
 from tests.cli.conftest import ndbench as ndbench
 from tests.cli.conftest import no_process as no_process
@@ -169,3 +169,9 @@ def test_every_shape_field_is_owned_by_the_schema() -> None:
 
     assert {*FIELDS, "model_type"} == OWNED
     assert {field.name for field in dataclasses.fields(ModelConfig)} > OWNED
+
+
+def test_an_optimizer_may_be_the_dotted_path_of_a_class() -> None:
+    check_range("training.optimizer", "torch.optim.Adamax")
+    with pytest.raises(ValueError, match=r"training\.optimizer=adamax is not one of adamw, sgd"):
+        check_range("training.optimizer", "adamax")

@@ -42,11 +42,13 @@ def run(ndbench: Command) -> RunFolder:
     return folder
 
 
-def only_one_line(result: Any, path: Path) -> None:
+def only_one_line(result: Any, path: Path) -> bool:
+    """Exit code 2 and one line that names the file; else fails with what was said."""
     assert result.code == 2, result.err
     assert result.err.startswith("ndbench: ")
     assert result.err.count("\n") == 1
     assert path.name in result.err
+    return True
 
 
 def test_a_whole_run_is_read(ndbench: Command, run: RunFolder) -> None:
@@ -74,14 +76,14 @@ def test_a_plan_that_is_none_is_one_line(ndbench: Command, run: RunFolder, text:
     run.plan_path.write_text(text)
     for argv in VERBS[:2]:
         result = ndbench(*argv)
-        only_one_line(result, run.plan_path)
+        assert only_one_line(result, run.plan_path)
         assert said in result.err
 
 
 @pytest.mark.parametrize("text", ['{"cells": 5}', '{"schema_version": 1, "cells": [5]}', '{"schema_version": 1}'])
 def test_a_plan_that_is_none_cannot_be_gone_on_with(ndbench: Command, run: RunFolder, text: str) -> None:
     run.plan_path.write_text(text)
-    only_one_line(ndbench("--resume", "latest"), run.plan_path)
+    assert only_one_line(ndbench("--resume", "latest"), run.plan_path)
 
 
 def change(*keys: str | int, to: Any) -> Callable[[Any], None]:
@@ -111,7 +113,7 @@ def test_a_record_that_is_none_is_one_line(ndbench: Command, run: RunFolder, dam
     damage(record)
     path.write_text(json.dumps(record))
     for argv in VERBS[:2]:
-        only_one_line(ndbench(*argv), path)
+        assert only_one_line(ndbench(*argv), path)
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 100_000, f'{{"schema_version": {"9" * 6000}}}'], ids=len)
@@ -119,7 +121,7 @@ def test_nesting_and_digits_without_an_end_are_one_line(ndbench: Command, run: R
     path = next(run.records_dir.iterdir())
     path.write_text(text)
     for argv in VERBS[:2]:
-        only_one_line(ndbench(*argv), path)
+        assert only_one_line(ndbench(*argv), path)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_a_verdict_that_is_none_is_one_line(ndbench: Command, run: RunFolder, da
     assert ndbench("report", "latest").code == 0
     damage(value)
     write_json(run.verdict_path, value)
-    only_one_line(ndbench("report", "latest"), run.verdict_path)
+    assert only_one_line(ndbench("report", "latest"), run.verdict_path)
 
 
 def pipe(path: Path) -> None:
@@ -163,7 +165,7 @@ def test_what_is_no_regular_file_is_not_waited_for(
     path = next(run.records_dir.iterdir()) if which == "record" else run.path / which
     make(path)
     result = ndbench("report", "latest")
-    only_one_line(result, path)
+    assert only_one_line(result, path)
     assert "is not a regular file" in result.err
 
 
@@ -176,5 +178,5 @@ def test_a_pipe_in_a_baseline_is_not_waited_for(ndbench: Command, run: RunFolder
     pipe(session.with_name(which))
     for argv in (["compare", "latest"], ["baseline", "list"]):
         result = ndbench(*argv)
-        only_one_line(result, session.with_name(which))
+        assert only_one_line(result, session.with_name(which))
         assert "is not a regular file" in result.err
